@@ -1,0 +1,1 @@
+"""What is measured at one checkpoint: directions, epoch passes, records, and the store of finished work."""

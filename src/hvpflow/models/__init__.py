@@ -1,0 +1,1 @@
+"""The language models, as plain PyTorch modules."""

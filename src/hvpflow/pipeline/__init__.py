@@ -1,0 +1,1 @@
+"""Settings, the plan of work, and the small programs that workflow rules call."""

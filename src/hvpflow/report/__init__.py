@@ -1,0 +1,1 @@
+"""Records made into estimates with standard errors, tables and figures. Opens no weights."""

@@ -1,0 +1,1 @@
+"""Run directories: recipes, checkpoints, positions. Reads every format, computes nothing."""

@@ -1,0 +1,1 @@
+"""Training a recipe into a run directory."""
