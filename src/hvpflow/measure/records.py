@@ -1,0 +1,155 @@
+"""The record of one shard: its fields, its identity, and the check that a file holds a sound one. Torch-free.
+
+All quadratic forms are of the epoch's token-mean loss. D is the number of unique trainable parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from hvpflow.errors import HvpflowError
+from hvpflow.files import fingerprint
+from hvpflow.measure.settings import MEASUREMENT_VERSION, MeasureSettings
+
+SCHEMA_VERSION = 1
+
+
+class MeanGradientRecord(TypedDict):
+    """ḡ of the whole epoch; ``sha256`` names its exact bits, on which every noise direction depends."""
+
+    norm: float
+    loss: float
+    sha256: str
+    seconds: float
+
+
+class NoiseRecord(TypedDict):
+    """vᵢ = gᵢ − ḡ of one effective batch (one worker's rows of it)."""
+
+    batch_index: int
+    batch: dict[str, int]
+    quadratic: float
+    gauss_newton: float
+    noise_norm_squared: float
+    gradient_norm: float
+    gradient_seconds: float
+    hvp_seconds: float
+
+
+class RandomRecord(TypedDict):
+    """A Rademacher direction; its squared norm is D."""
+
+    index: int
+    quadratic: float
+    gauss_newton: float
+    hvp_seconds: float
+
+
+class ConsensusRecord(TypedDict):
+    """e_w = x_w − x̄ of one worker; the alignment is null where the norm is 0."""
+
+    worker: int
+    norm_squared: float
+    norm: float
+    quadratic: float
+    gauss_newton: float
+    normalized_alignment: float | None
+    hvp_seconds: float
+    total_seconds: float
+
+
+class MeasureRecord(TypedDict):
+    """What one ``measure`` job publishes."""
+
+    schema_version: int
+    identity: str
+    settings: dict[str, Any]
+    checkpoint: str
+    weights_hash: str
+    result_key: str
+    case: str
+    data: dict[str, Any]
+    shard: int
+    num_shards: int
+    dimension: int
+    mean_gradient: MeanGradientRecord
+    noise: list[NoiseRecord]
+    random: list[RandomRecord]
+    consensus: list[ConsensusRecord] | None
+    policy: dict[str, Any]
+    other_policies: list[dict[str, Any]]
+    engine_check: dict[str, Any]
+    timing: dict[str, float]
+
+
+def context_identity(
+    settings: MeasureSettings, *, weights_hash: str, data: Mapping[str, Any], micro_batch_size: int
+) -> dict[str, Any]:
+    """All that decides a direction's numbers, except the direction: see :mod:`hvpflow.measure.store`."""
+    numerical = settings.numerical_identity()
+    numerical["hvp_batch_size"] = settings.hvp_batch_size or micro_batch_size
+    return {
+        "measurement_version": MEASUREMENT_VERSION,
+        "weights_hash": weights_hash,
+        "data": dict(data),
+        "micro_batch_size": micro_batch_size,
+        "numerical": numerical,
+    }
+
+
+def record_identity(
+    settings: MeasureSettings,
+    *,
+    weights_hash: str,
+    result_key: str,
+    data: Mapping[str, Any],
+    micro_batch_size: int,
+    shard: int,
+    num_shards: int,
+) -> str:
+    """Digest of everything that a shard's record must agree on to be used."""
+    context = context_identity(settings, weights_hash=weights_hash, data=data, micro_batch_size=micro_batch_size)
+    selection = settings.selection_identity()
+    return fingerprint([context, selection, result_key, shard, num_shards])
+
+
+def check_record(record: Any, name: str = "the record") -> None:
+    """Raise HvpflowError unless ``record`` has every field, the known schema version and finite numbers throughout."""
+    if not isinstance(record, dict):
+        raise HvpflowError(f"{name} is not a measure record; delete it and repeat the command")
+    if record.get("schema_version") != SCHEMA_VERSION:
+        raise HvpflowError(
+            f"{name} has schema version {record.get('schema_version')!r}, expected {SCHEMA_VERSION}; delete it and "
+            "repeat the command"
+        )
+    _check_fields(record, MeasureRecord, name)
+    _check_fields(record["mean_gradient"], MeanGradientRecord, f"{name}, mean_gradient")
+    kinds: tuple[tuple[str, type], ...] = (
+        ("noise", NoiseRecord),
+        ("random", RandomRecord),
+        ("consensus", ConsensusRecord),
+    )
+    for kind, fields in kinds:
+        for number, row in enumerate(record[kind] or []):
+            _check_fields(row, fields, f"{name}, {kind}[{number}]")
+    _check_finite(record, name)
+
+
+def _check_fields(row: Any, fields: type, name: str) -> None:
+    expected = list(fields.__annotations__)
+    missing = [field for field in expected if not isinstance(row, dict) or field not in row]
+    if missing:
+        raise HvpflowError(f"{name} lacks {', '.join(missing)}; delete the file and repeat the command")
+
+
+def _check_finite(value: Any, name: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise HvpflowError(f"{name} holds {value}, expected finite numbers; delete the file and repeat the command")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_finite(item, f"{name}.{key}")
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for number, item in enumerate(value):
+            _check_finite(item, f"{name}[{number}]")
