@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import yaml
 
+from hvpflow.data.cache import TokenCache
+from hvpflow.data.epochs import Sampling
 from hvpflow.errors import HvpflowError, nearest
 from hvpflow.files import fingerprint
 from hvpflow.models.config import LlamaConfig
+from hvpflow.runs.recipe_formats import ONLY_NEW, ONLY_OLD, SECTIONS, Generation, complete, read_yaml
 from hvpflow.runs.recipe_sections import (
     SCHEDULES,
     CosineSchedule,
@@ -25,32 +28,16 @@ from hvpflow.runs.recipe_sections import (
 )
 from hvpflow.typed import build, to_mapping
 
-if TYPE_CHECKING:
-    from hvpflow.data.cache import TokenCache
-    from hvpflow.data.epochs import Sampling
-
-Generation = Literal["old", "new"]
-
-SECTIONS = ("model", "data", "optimizer", "lr_schedule", "training", "evaluation", "runtime", "decentralized")
-
-# Keys that one generation of the format has and the other has not, with the defaults they take in their own.
-_ONLY_OLD: dict[str, dict[str, Any]] = {
-    "data": {"buffer_size_mib": 64.0},
-    "optimizer": {"warmup_fraction": 0.05, "min_lr_ratio": 0.1},
-}
-_ONLY_NEW: dict[str, dict[str, Any]] = {"data": {"prepare_workers": 8, "shuffle_group_size": 2}}
-_OLD_DEFAULTS: dict[str, dict[str, Any]] = {"data": {"shuffle_buffer": 10000}}
-
-# Keys of schemas before both generations, and what says the same thing now.
-_RENAMED = {
-    "training.tokens_per_parameter": "training.tokens_per_parameters",
-    "training.epoch_tokens_per_parameter": "training.epoch_tokens_per_parameters",
-    "training.max_tokens": "training.tokens_per_parameters (tokens divided by the parameter count)",
-    "training.epoch_tokens": "training.epoch_tokens_per_parameters (tokens divided by the parameter count)",
-    "training.checkpoint_every": "training.checkpoint_policy: interval with training.checkpoint_epochs: [K]",
-}
-# Keys of experimental optimisers. They never influence an analysis, so runs that carry them can be read.
-_IGNORED_OPTIMIZER_KEYS = ("name", "accumulation_steps", "accum_iter")
+__all__ = [
+    "SECTIONS",
+    "Recipe",
+    "check_cache_matches",
+    "load_recipe",
+    "recipe_from_mapping",
+    "recipe_identity",
+    "retained_epochs",
+    "retained_files",
+]
 
 # What may change without making another training: retention and the machine.
 _NOT_IDENTITY = {
@@ -77,22 +64,15 @@ class Recipe:
     """What was ignored on reading."""
 
     def __post_init__(self) -> None:
-        context, batch = self.model.context_length, self.training.batch_tokens
-        micro = self.training.micro_batch_size
-        if batch % context:
-            raise HvpflowError(
-                f"training.batch_tokens {batch} is no multiple of model.context_length {context}: "
-                f"take {max(batch // context, 1) * context} or {(batch // context + 1) * context}"
-            )
-        if self.decentralized is None:
-            if micro > batch // context:
-                raise HvpflowError(
-                    f"training.micro_batch_size {micro} exceeds the {batch // context} sequences of a batch "
-                    f"(training.batch_tokens {batch} / model.context_length {context}): lower it"
-                )
-        else:
+        if self.decentralized is not None:
             self._check_packed(self.decentralized)
-        self._check_epochs()
+        # Sampling checks that batches divide into sequences and epochs into batches.
+        self.sampling()
+        beyond = [epoch for epoch in self.training.checkpoint_epochs if epoch > self.num_epochs]
+        if self.training.checkpoint_policy == "explicit" and beyond:
+            raise HvpflowError(
+                f"training.checkpoint_epochs holds {beyond}, but the run has {self.num_epochs} epochs: remove them"
+            )
 
     def _check_packed(self, packed: DecentralizedSettings) -> None:
         workers, context, micro = packed.num_models, self.model.context_length, self.training.micro_batch_size
@@ -111,21 +91,6 @@ class Recipe:
                 f"decentralized.num_models is {workers}; topology one_peer_exponential needs a power of two"
             )
 
-    def _check_epochs(self) -> None:
-        beyond = [epoch for epoch in self.training.checkpoint_epochs if epoch > self.num_epochs]
-        if self.training.checkpoint_policy == "explicit" and beyond:
-            raise HvpflowError(
-                f"training.checkpoint_epochs holds {beyond}, but the run has {self.num_epochs} epochs: remove them"
-            )
-        ratio, batch = self.training.epoch_tokens_per_parameters, self.training.batch_tokens
-        per_epoch = ratio * self.num_parameters / batch
-        if per_epoch < 0.5:
-            raise HvpflowError(
-                f"an epoch has {per_epoch:.3g} batches (training.epoch_tokens_per_parameters {ratio} × "
-                f"{self.num_parameters} parameters / training.batch_tokens {batch}), expected at least one: raise the "
-                "first or lower the last"
-            )
-
     @property
     def generation(self) -> Generation:
         """Which of the two formats, and so which order of sequences, the run has."""
@@ -138,6 +103,7 @@ class Recipe:
 
     @property
     def num_epochs(self) -> int:
+        """Epochs of the whole training."""
         return self.training.num_epochs
 
     @property
@@ -147,9 +113,6 @@ class Recipe:
 
     def sampling(self) -> Sampling:
         """All that the order of sequences depends on."""
-        # Imported late so that reading a recipe does not load the data room.
-        from hvpflow.data.epochs import Sampling
-
         return Sampling(
             context_length=self.model.context_length,
             batch_tokens=self.training.batch_tokens,
@@ -167,7 +130,7 @@ class Recipe:
     def to_mapping(self) -> dict[str, Any]:
         """Plain data in file order, with exactly the keys of this recipe's generation."""
         mapping = {section: to_mapping(getattr(self, section)) for section in SECTIONS}
-        for section, keys in (_ONLY_NEW if self.generation == "old" else _ONLY_OLD).items():
+        for section, keys in (ONLY_NEW if self.generation == "old" else ONLY_OLD).items():
             for key in keys:
                 del mapping[section][key]
         if self.generation == "old":
@@ -176,27 +139,7 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """The text of ``resolved.yaml``."""
-        return yaml.safe_dump(self.to_mapping(), sort_keys=False)
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """Refuses repeated keys, of which YAML would silently keep the last, and aliases, which can grow without bound."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.constructor.ConstructorError(None, None, "aliases are not used in recipes", event.start_mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen:
-                problem = f"key {key_node.value!r} appears twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            if isinstance(key_node.value, str):
-                seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
+        return yaml.safe_dump(self.to_mapping(), sort_keys=False, allow_unicode=True)
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -205,14 +148,7 @@ def load_recipe(path: Path) -> Recipe:
     Raises:
         HvpflowError: the file cannot be read, is no YAML, or a setting is refused; the text names the file.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        # _PlainLoader extends the safe loader.
-        mapping = yaml.load(text, Loader=_PlainLoader)
-    except OSError as error:
-        raise HvpflowError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise HvpflowError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    mapping = read_yaml(path)
     try:
         return recipe_from_mapping(mapping)
     except HvpflowError as error:
@@ -225,24 +161,8 @@ def recipe_from_mapping(mapping: Any) -> Recipe:
     Raises:
         HvpflowError: unknown keys, wrong types, values out of range, or settings that contradict each other.
     """
-    if not isinstance(mapping, Mapping):
-        raise HvpflowError(f"a recipe must be a mapping with the sections {', '.join(SECTIONS)}")
-    for section in mapping:
-        if section not in SECTIONS:
-            hint = nearest(str(section), SECTIONS)
-            raise HvpflowError(f"unknown section {str(section)!r}{hint}; known: {', '.join(SECTIONS)}")
-    given = {name: _section(mapping, name) for name in SECTIONS}
-    _refuse_renamed(given)
-    ignored = [key for key in _IGNORED_OPTIMIZER_KEYS if key in given["optimizer"]]
-    for key in ignored:
-        del given["optimizer"][key]
-    generation = _find_generation(given)
-    own, defaults = (_ONLY_OLD, _OLD_DEFAULTS) if generation == "old" else (_ONLY_NEW, {})
-    for section, keys in own.items():
-        for key in keys:
-            if given[section].get(key, 0) is None:
-                raise HvpflowError(f"{section}.{key} is null, expected a number")
-        given[section] = keys | defaults.get(section, {}) | given[section]
+    generation, given, ignored = complete(mapping)
+    packed = mapping.get("decentralized") is not None
     return Recipe(
         model=build(LlamaConfig, given["model"], "model"),
         data=build(DataSettings, given["data"], "data"),
@@ -251,52 +171,9 @@ def recipe_from_mapping(mapping: Any) -> Recipe:
         training=build(TrainingSettings, given["training"], "training"),
         evaluation=build(EvaluationSettings, given["evaluation"], "evaluation"),
         runtime=build(RuntimeSettings, given["runtime"], "runtime"),
-        decentralized=(
-            None
-            if mapping.get("decentralized") is None
-            else build(DecentralizedSettings, given["decentralized"], "decentralized")
-        ),
-        warnings=tuple(f"optimizer.{key} is not known here and was ignored" for key in ignored),
+        decentralized=build(DecentralizedSettings, given["decentralized"], "decentralized") if packed else None,
+        warnings=tuple(f"{key} is not known here and was ignored" for key in ignored),
     )
-
-
-def _section(mapping: Mapping[str, Any], name: str) -> dict[str, Any]:
-    section = mapping.get(name)
-    if section is None:
-        return {}
-    if not isinstance(section, Mapping):
-        raise HvpflowError(f"{name} must be a mapping of keys to values")
-    return dict(section)
-
-
-def _refuse_renamed(given: Mapping[str, Mapping[str, Any]]) -> None:
-    for section, keys in given.items():
-        for key in keys:
-            successor = _RENAMED.get(f"{section}.{key}")
-            if successor:
-                raise HvpflowError(f"{section}.{key} belongs to an older format: write {successor}")
-    if given["training"].get("checkpoint_policy") == "all":
-        raise HvpflowError(
-            "training.checkpoint_policy all belongs to an older format: write checkpoint_policy: interval with "
-            "checkpoint_epochs: [1]"
-        )
-
-
-def _find_generation(given: Mapping[str, Mapping[str, Any]]) -> Generation:
-    def present(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        return [
-            f"{section}.{key}" for section, keys in table.items() for key in keys if given[section].get(key) is not None
-        ]
-
-    old, new = present(_ONLY_OLD), present(_ONLY_NEW)
-    if given["lr_schedule"]:
-        new.append("lr_schedule")
-    if old and new:
-        raise HvpflowError(
-            f"{', '.join(old)} and {', '.join(new)} belong to different generations of the format: "
-            "remove the former for the new generation (preferred), the latter for the old one"
-        )
-    return "old" if old else "new"
 
 
 def _build_schedule(given: Mapping[str, Any]) -> CosineSchedule | WsdSchedule:
@@ -310,8 +187,8 @@ def _build_schedule(given: Mapping[str, Any]) -> CosineSchedule | WsdSchedule:
 def recipe_identity(recipe: Recipe, cache_identity: str) -> str:
     """Digest of what makes two trainings the same: the settings without retention and machine, and the data.
 
-    The composition is that of ``run-format``: the recipe's mapping less those keys, plus ``cache_identity`` and
-    ``loader_version``, so identities of runs made by other programs that follow it can be compared.
+    The recipe's mapping without those keys, plus ``cache_identity`` and ``loader_version``. Foreign runs of the same
+    layout record the same digest in ``result.json`` and in their training states.
     """
     content = recipe.to_mapping()
     for section, keys in _NOT_IDENTITY.items():

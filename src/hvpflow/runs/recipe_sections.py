@@ -132,7 +132,6 @@ class TrainingSettings:
             self,
             *("tokens_per_parameters", "epoch_tokens_per_parameters", "batch_tokens", "micro_batch_size", "log_every"),
         )
-        _ = self.num_epochs
         epochs = self.checkpoint_epochs
         if any(epoch < 1 for epoch in epochs) or len(set(epochs)) != len(epochs):
             raise HvpflowError(f"training.checkpoint_epochs is {list(epochs)}, expected distinct epochs from 1 on")
@@ -146,16 +145,9 @@ class TrainingSettings:
 
     @property
     def num_epochs(self) -> int:
-        """The quotient of the two token ratios, taken of their decimal texts so that 1.2 / 0.4 is 3."""
+        """The quotient of the two token ratios (whole: the recipe's sampling checks it)."""
         # A float's shortest text is the decimal that the user wrote; the binary values' quotient need not be whole.
-        quotient = Fraction(repr(self.tokens_per_parameters)) / Fraction(repr(self.epoch_tokens_per_parameters))
-        if quotient.denominator != 1:
-            raise HvpflowError(
-                f"training.tokens_per_parameters {self.tokens_per_parameters} divided by "
-                f"training.epoch_tokens_per_parameters {self.epoch_tokens_per_parameters} is {float(quotient):g}, "
-                "expected a whole number of epochs: change one of the two"
-            )
-        return int(quotient)
+        return int(Fraction(repr(self.tokens_per_parameters)) / Fraction(repr(self.epoch_tokens_per_parameters)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

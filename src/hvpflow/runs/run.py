@@ -29,7 +29,7 @@ class Run:
             names = [path.name for path in self.directory.iterdir() if path.is_file()]
         except OSError as error:
             raise HvpflowError(f"cannot list the run directory {self.directory}: {error.strerror}") from error
-        return sorted(name for name in names if name == "final.pt" or epoch_of(name) is not None)
+        return sorted(name for name in names if name == "final.pt" or checkpoint_epoch(name) is not None)
 
 
 def open_run(directory: Path) -> Run:
@@ -49,7 +49,7 @@ def open_run(directory: Path) -> Run:
     return Run(directory, load_recipe(directory / RECIPE_NAME))
 
 
-def epoch_of(name: str) -> int | None:
+def checkpoint_epoch(name: str) -> int | None:
     """Epoch (from 1) in a checkpoint's name, or None where the name has none."""
     match = _EPOCH_NAME.fullmatch(name)
     if not match:
