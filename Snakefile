@@ -1,0 +1,32 @@
+# Curvature along a training run: token cache → training → inspect → measure → samples → summary → figures.
+if not workflow.overwrite_configfiles:
+
+    configfile: "config/config.yaml"
+
+
+include: "workflow/rules/common.smk"
+include: "workflow/rules/run.smk"
+include: "workflow/rules/measure.smk"
+include: "workflow/rules/report.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        SUMMARY,
+        plan.figure_paths if plan.config.analysis.plots else [],
+
+
+# Ask for this first, then for the rest: every checkpoint is then checked before the first measurement.
+rule inspected:
+    input:
+        [plan.inspect_path(name) for name in plan.checkpoints],
+
+
+onstart:
+    with said_by_workflow():
+        claim_output(plan)
+
+
+onsuccess:
+    print(closing_words(plan), file=sys.stderr)

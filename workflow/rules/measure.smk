@@ -1,0 +1,38 @@
+# One checkpoint's state, checked and identified on the CPU; then its curvature, the one rule that wants a GPU.
+localrules:
+    inspect,
+
+
+rule inspect:
+    input:
+        lambda wildcards: plan.checkpoint_files(wildcards.checkpoint),
+        plan.run_directory / "resolved.yaml",
+    output:
+        plan.inspect_path("{checkpoint}"),
+    params:
+        workers=plan.reads_workers,
+    log:
+        LOGS / "inspect" / "{checkpoint}.log",
+    shell:
+        "{STEP} inspect --config {CONFIG:q} --checkpoint={wildcards.checkpoint:q} --log {log:q}"
+
+
+# The inspect record stands for the checkpoint: a file that was merely touched costs a hash and no measurement.
+rule measure:
+    input:
+        plan.inspect_path("{checkpoint}"),
+        plan.cache_directory / "manifest.json",
+    output:
+        plan.measure_path("{checkpoint}", "{case}", "{shard}"),
+    params:
+        settings=plan.digest,
+    log:
+        LOGS / "measure" / "{checkpoint}.{case}.{shard}.log",
+    benchmark:
+        LOGS / "measure" / "{checkpoint}.{case}.{shard}.benchmark.tsv"
+    threads: granted_threads()
+    resources:
+        gpu=plan.gpus(plan.config.analysis.device),
+    shell:
+        "{STEP} measure --config {CONFIG:q} --settings {params.settings} --checkpoint={wildcards.checkpoint:q}"
+        " --case {wildcards.case} --shard {wildcards.shard} --threads {threads} {ALONE} --log {log:q}"
