@@ -86,7 +86,7 @@ def merge_shards(
         "settings": first["settings"],
         "policy": first.get("policy"),
         "shards": [
-            {key: shard.get(key) for key in ("shard", "identity", "policy", "engine_check", "timing")}
+            {key: shard.get(key) for key in ("shard", "identity", "policy", "other_policies", "engine_check", "timing")}
             for shard in shards
         ],
     }
