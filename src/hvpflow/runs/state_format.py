@@ -6,14 +6,10 @@ file, version 4 the root of a packed epoch, whose workers lie in files of their 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from hvpflow.errors import HvpflowError
 from hvpflow.runs.pt_files import load_pt, write_pt
@@ -30,7 +26,7 @@ class TrainingState:
     """The recipe's mapping."""
     recipe_identity: str
     rng: Mapping[str, Any]
-    """See :func:`capture_rng`."""
+    """States of the generators of python, numpy, torch and cuda, numpy's as plain integers: a safe loader reads it."""
     cursor: int
     """Sequences consumed."""
     step: int
@@ -126,17 +122,3 @@ def read_training_state(path: Path) -> TrainingState:
         HvpflowError: see ``load_pt`` and ``TrainingState.from_dict``.
     """
     return TrainingState.from_dict(load_pt(path), str(path))
-
-
-def capture_rng() -> dict[str, Any]:
-    """States of the global generators of python, numpy, torch and CUDA.
-
-    numpy's words are plain integers, so that ``torch.load(weights_only=True)`` needs no numpy type to read them.
-    """
-    name, words, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
-    return {
-        "python": random.getstate(),
-        "numpy": (str(name), [int(word) for word in words], int(position), int(has_gauss), float(cached)),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
-    }
