@@ -12,6 +12,8 @@ from typing import Any, TypedDict
 from hvpflow.errors import HvpflowError
 from hvpflow.files import fingerprint
 from hvpflow.measure.settings import MEASUREMENT_VERSION, MeasureSettings
+from hvpflow.runs.recipe import Recipe
+from hvpflow.typed import to_mapping
 
 SCHEMA_VERSION = 1
 
@@ -74,7 +76,8 @@ class MeasureRecord(TypedDict):
     shard: int
     num_shards: int
     dimension: int
-    mean_gradient: MeanGradientRecord
+    mean_gradient: MeanGradientRecord | None
+    """Null in a shard that has no noise direction."""
     noise: list[NoiseRecord]
     random: list[RandomRecord]
     consensus: list[ConsensusRecord] | None
@@ -85,14 +88,21 @@ class MeasureRecord(TypedDict):
 
 
 def context_identity(
-    settings: MeasureSettings, *, weights_hash: str, data: Mapping[str, Any], micro_batch_size: int
+    settings: MeasureSettings, recipe: Recipe, *, weights_hash: str, data: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """All that decides a direction's numbers, except the direction: see :mod:`hvpflow.measure.store`."""
+    """All that decides a direction's numbers, except the direction: see :mod:`hvpflow.measure.store`.
+
+    The model section is part of it because heads, rotary base and norm epsilon leave no trace in the weights.
+    """
+    micro_batch_size = recipe.training.micro_batch_size
     numerical = settings.numerical_identity()
     numerical["hvp_batch_size"] = settings.hvp_batch_size or micro_batch_size
+    model = to_mapping(recipe.model)
+    del model["init_std"]
     return {
         "measurement_version": MEASUREMENT_VERSION,
         "weights_hash": weights_hash,
+        "model": model,
         "data": dict(data),
         "micro_batch_size": micro_batch_size,
         "numerical": numerical,
@@ -101,18 +111,74 @@ def context_identity(
 
 def record_identity(
     settings: MeasureSettings,
+    recipe: Recipe,
     *,
     weights_hash: str,
     result_key: str,
     data: Mapping[str, Any],
-    micro_batch_size: int,
     shard: int,
     num_shards: int,
 ) -> str:
     """Digest of everything that a shard's record must agree on to be used."""
-    context = context_identity(settings, weights_hash=weights_hash, data=data, micro_batch_size=micro_batch_size)
+    context = context_identity(settings, recipe, weights_hash=weights_hash, data=data)
     selection = settings.selection_identity()
     return fingerprint([context, selection, result_key, shard, num_shards])
+
+
+def mean_gradient_row(value: Mapping[str, Any] | None) -> MeanGradientRecord | None:
+    """ḡ's part of the record, from its store entry."""
+    if value is None:
+        return None
+    return {"norm": value["norm"], "loss": value["loss"], "sha256": value["sha256"], "seconds": value["seconds"]}
+
+
+def noise_row(index: int, batch: dict[str, int], entry: Mapping[str, Any]) -> NoiseRecord:
+    """A noise sample's row, from its store entry."""
+    return {
+        "batch_index": index,
+        "batch": batch,
+        "quadratic": entry["quadratic"],
+        "gauss_newton": entry["gauss_newton"],
+        "noise_norm_squared": entry["norm_squared"],
+        "gradient_norm": entry["gradient_norm"],
+        "gradient_seconds": entry["making_seconds"],
+        "hvp_seconds": entry["hvp_seconds"],
+    }
+
+
+def random_row(index: int, entry: Mapping[str, Any]) -> RandomRecord:
+    """A random direction's row, from its store entry."""
+    return {
+        "index": index,
+        "quadratic": entry["quadratic"],
+        "gauss_newton": entry["gauss_newton"],
+        "hvp_seconds": entry["hvp_seconds"],
+    }
+
+
+def consensus_row(worker: int, entry: Mapping[str, Any]) -> ConsensusRecord:
+    """A worker's row, from its store entry."""
+    norm_squared = entry["norm_squared"]
+    return {
+        "worker": worker,
+        "norm_squared": norm_squared,
+        "norm": math.sqrt(norm_squared),
+        "quadratic": entry["quadratic"],
+        "gauss_newton": entry["gauss_newton"],
+        "normalized_alignment": entry["quadratic"] / norm_squared if norm_squared else None,
+        "hvp_seconds": entry["hvp_seconds"],
+        "total_seconds": entry["making_seconds"] + entry["hvp_seconds"],
+    }
+
+
+def common_policy(policies: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The policy that most directions were measured under (the first among equals), and the others, each once."""
+    distinct: list[dict[str, Any]] = []
+    for policy in policies:
+        if policy not in distinct:
+            distinct.append(policy)
+    common = max(distinct, key=policies.count)
+    return common, [policy for policy in distinct if policy != common]
 
 
 def check_record(record: Any, name: str = "the record") -> None:
@@ -125,7 +191,8 @@ def check_record(record: Any, name: str = "the record") -> None:
             "repeat the command"
         )
     _check_fields(record, MeasureRecord, name)
-    _check_fields(record["mean_gradient"], MeanGradientRecord, f"{name}, mean_gradient")
+    if record["mean_gradient"] is not None or record["noise"]:
+        _check_fields(record["mean_gradient"], MeanGradientRecord, f"{name}, mean_gradient")
     kinds: tuple[tuple[str, type], ...] = (
         ("noise", NoiseRecord),
         ("random", RandomRecord),

@@ -32,6 +32,13 @@ class Store:
     def __init__(self, directory: Path, report: Callable[[str], None] = _ignore) -> None:
         self.directory = directory
         self.report = report
+        self._reported: set[Path] = set()
+
+    def report_damage(self, path: Path) -> None:
+        """Say once that the entry at ``path`` is damaged."""
+        if path not in self._reported:
+            self._reported.add(path)
+            self.report(f"damaged store entry {path.name}: it is not used, and computed again")
 
     def context(self, identity: Mapping[str, Any]) -> Context:
         """The part of the store whose entries share ``identity`` (plain JSON data)."""
@@ -45,7 +52,7 @@ class Context:
         self.identity = identity
         self.digest = fingerprint(identity)
         self.directory = store.directory / self.digest[:32]
-        self.report = store.report
+        self._store = store
 
     def get(self, name: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
         """The value kept as ``name`` for exactly ``key``; None where there is none.
@@ -64,7 +71,7 @@ class Context:
         except (ValueError, KeyError, TypeError):
             intact = False
         if not intact:
-            self.report(f"damaged store entry {path.name}: it is not used, and computed again")
+            self._store.report_damage(path)
             return None
         return value if identity == self._identity(key) else None
 
