@@ -1,0 +1,204 @@
+"""Training a run from its recipe, and the loss of any of its checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvpflow.data.cache import TokenCache
+from hvpflow.data.epochs import training_stream
+from hvpflow.errors import HvpflowError
+from hvpflow.files import write_json, write_text
+from hvpflow.models.llama import Llama
+from hvpflow.runs.checkpoints import read_checkpoint
+from hvpflow.runs.recipe import Recipe, check_cache_matches, recipe_identity, retained_files
+from hvpflow.runs.run import Run
+from hvpflow.training.interrupt import catch_signals
+from hvpflow.training.loop import Trainer, TrainingInterruptedError
+from hvpflow.training.metrics import MetricsLog, environment, evaluation_metrics
+from hvpflow.training.schedule import make_schedule
+from hvpflow.training.states import loader_record, make_learner, make_saver, resume
+from hvpflow.training.validation import validate, validation_complete, validation_subset
+from hvpflow.training.workspace import ROLLING_STATE, Workspace, claim
+
+
+def train_run(
+    recipe: Recipe, cache: TokenCache, directory: Path, *, progress: Callable[[str], None] = lambda line: None
+) -> None:
+    """Train ``recipe`` on ``cache`` and publish what it retains in ``directory``; or finish what was begun there.
+
+    A finished training of the same recipe returns at once; an interrupted one continues, on CPU with the results that
+    it would have had without interruption, to the bit. A run of another recipe is moved aside, not deleted.
+
+    Args:
+        recipe: what to train; where its revisions are "main", the published ``resolved.yaml`` names the cache's.
+        cache: a token cache that matches it.
+        directory: the run directory, created where missing.
+        progress: called with one line of text now and then.
+
+    Raises:
+        TrainingInterruptedError: SIGTERM or SIGINT came; the state is saved, and repeating the call continues.
+        HvpflowError: the cache does not match or is too small, the device is absent, the directory is in use, or the
+            training diverged.
+    """
+    check_cache_matches(recipe, cache)
+    recipe = resolved(recipe, cache)
+    device = choose_device(recipe.runtime.device)
+    _check_feasible(recipe, cache)
+    retained = retained_files(recipe)
+    with claim(directory, recipe_identity(recipe, cache.identity), progress) as workspace:
+        # Retention and the machine may change without making it another training.
+        write_text(workspace.path("resolved.yaml"), recipe.to_yaml())
+        if not workspace.is_complete(retained):
+            with _run_log(workspace.path("run.log"), progress) as log:
+                _train(recipe, cache, workspace, retained, device, log)
+        else:
+            progress(f"{directory} is trained already")
+        workspace.publish(retained)
+
+
+def evaluate_checkpoint(
+    run: Run, name: str, cache: TokenCache, *, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
+    """Loss of checkpoint ``name`` on the whole validation split; of a packed run, that of the averaged model.
+
+    Returns:
+        ``loss`` (mean cross-entropy per token in nats), ``perplexity``, ``tokens`` (targets counted), ``seconds``,
+        ``split``, ``validation_complete``, and the checkpoint's name, epoch, step and training tokens.
+    """
+    check_cache_matches(run.recipe, cache)
+    checkpoint = read_checkpoint(run, name, workers=False)
+    device = choose_device(str(device))
+    model = Llama(run.recipe.model)
+    model.load_state_dict(checkpoint.weights)
+    began = time.perf_counter()
+    loss, tokens = validate(model.to(device), run.recipe, cache, subset=False, device=device)
+    metrics = evaluation_metrics(loss, tokens, time.perf_counter() - began, "full", validation_complete(cache))
+    position = {"epoch": checkpoint.epoch, "step": checkpoint.step, "training_tokens": checkpoint.tokens}
+    return {"checkpoint": name, **metrics, **position}
+
+
+def resolved(recipe: Recipe, cache: TokenCache) -> Recipe:
+    """The recipe with the revisions that the cache was really made from."""
+    manifest = cache.manifest
+    data = replace(
+        recipe.data, revision=manifest["dataset_revision"], tokenizer_revision=manifest["tokenizer_revision"]
+    )
+    return replace(recipe, data=data)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called ``name`` (cpu, cuda, cuda:N, or auto: a GPU where there is one).
+
+    Raises:
+        HvpflowError: CUDA is asked for but absent.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise HvpflowError(
+                f"device {name} was asked for, but PyTorch sees {count} CUDA devices: "
+                "set runtime.device to cpu or auto (--device cpu)"
+            )
+    return device
+
+
+def _check_feasible(recipe: Recipe, cache: TokenCache) -> None:
+    """Refuse what cannot be trained, before an older run is touched."""
+    sampling = recipe.sampling()
+    stream = training_stream(sampling, cache.split("train"))
+    make_schedule(recipe, len(stream) // sampling.batch_blocks)
+    split, settings = cache.split("validation"), recipe.evaluation
+    validation_subset(split, recipe.model.context_length, settings.subset_blocks, settings.seed)
+
+
+def _train(
+    recipe: Recipe,
+    cache: TokenCache,
+    workspace: Workspace,
+    retained: list[str],
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> None:
+    learner = make_learner(recipe, device)
+    position = resume(recipe, workspace, learner, retained, progress)
+    MetricsLog(workspace.path("metrics.jsonl")).rewind(position.step, position.completed_epochs)
+    loader = loader_record(recipe, cache)
+    record = environment(device) | {
+        "loader": loader,
+        "parameters": recipe.num_parameters,
+        "recipe_identity": workspace.identity,
+    }
+    write_json(workspace.path("environment.json"), record)
+    saver = make_saver(recipe, workspace, learner, loader, retained)
+    with catch_signals() as stop, _deterministic(recipe):
+        trainer = Trainer(
+            *(recipe, cache, learner, saver, workspace.directory),
+            device=device,
+            stop=stop,
+            progress=progress,
+            position=position,
+        )
+        try:
+            result = trainer.run()
+        except TrainingInterruptedError:
+            workspace.write_status(_status("interrupted", trainer))
+            raise
+        except Exception as error:
+            workspace.write_status(_status("failed", trainer) | {"message": str(error)})
+            raise
+    result |= {"recipe_identity": workspace.identity, **learner.result()}
+    workspace.write_status(_status("complete", trainer))
+    write_json(workspace.path("result.json"), result)
+    missing = workspace.missing(retained)
+    if missing:
+        raise AssertionError(f"the training ended without writing {', '.join(missing)}")
+    workspace.path(ROLLING_STATE).unlink(missing_ok=True)
+
+
+def _status(status: str, trainer: Trainer) -> dict[str, Any]:
+    position = trainer.position
+    return {
+        "status": status,
+        "step": position.step,
+        "steps": trainer.num_steps,
+        "completed_epochs": position.completed_epochs,
+        "epochs": trainer.recipe.num_epochs,
+    }
+
+
+@contextlib.contextmanager
+def _run_log(path: Path, progress: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """Pass lines on to ``progress`` and append them, with the time, to the run's log."""
+    with path.open("a", encoding="utf-8") as handle:
+
+        def log(line: str) -> None:
+            handle.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+            handle.flush()
+            progress(line)
+
+        try:
+            yield log
+        except Exception as error:
+            handle.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {type(error).__name__}: {error}\n")
+            raise
+
+
+@contextlib.contextmanager
+def _deterministic(recipe: Recipe) -> Iterator[None]:
+    """Use deterministic kernels only, where the recipe asks for them."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(recipe.runtime.deterministic or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
