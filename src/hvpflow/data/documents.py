@@ -109,12 +109,48 @@ def _open(path: Path) -> io.BufferedIOBase:
     if path.suffix.lower() == ".gz":
         return gzip.open(path, "rb")
     if path.suffix.lower() == ".zst":
+        return io.BufferedReader(_ZstandardFrames(path), io.DEFAULT_BUFFER_SIZE * 16)
+    return path.open("rb")
+
+
+class _ZstandardFrames(io.RawIOBase):
+    """A file of Zstandard frames, unpacked. The package's own reader takes a file cut short for a whole one."""
+
+    def __init__(self, path: Path) -> None:
+        self._source = path.open("rb")
+        self._pending = memoryview(b"")
+        self._packed = b""
+        self._frame: Any = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._pending:
+            self._packed = self._packed or self._source.read(io.DEFAULT_BUFFER_SIZE * 16)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("the file ends inside a frame")
+                return 0
+            self._unpack()
+        size = min(len(buffer), len(self._pending))
+        buffer[:size] = self._pending[:size]
+        self._pending = self._pending[size:]
+        return size
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+    def _unpack(self) -> None:
         import zstandard
 
-        # Without read_across_frames the reader would stop, silently, behind the first of several frames.
-        reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
-        return io.BufferedReader(reader)
-    return path.open("rb")
+        if self._frame is None:
+            self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._pending = memoryview(self._frame.decompress(self._packed))
+        self._packed = self._frame.unused_data
+        if self._frame.eof:
+            self._frame = None
 
 
 def _json_lines(handle: io.BufferedIOBase, path: Path, text_field: str) -> Iterator[str]:
