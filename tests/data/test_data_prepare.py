@@ -248,7 +248,7 @@ def test_two_processes_do_not_prepare_one_cache(tmp_path: Path, request_files: C
     work = tmp_path / ".cache.preparing"
     work.mkdir()
     (work / "theirs.bin").write_bytes(b"x")
-    holder = os.open(work, os.O_RDONLY)
+    holder = os.open(tmp_path / ".cache.preparing.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(holder, fcntl.LOCK_EX)
     try:
         with pytest.raises(HvpflowError, match="another process is preparing"):
@@ -257,6 +257,7 @@ def test_two_processes_do_not_prepare_one_cache(tmp_path: Path, request_files: C
     finally:
         os.close(holder)
     prepare_cache(request_files(), tmp_path / "cache", num_workers=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "text"]
 
 
 def test_text_never_repeats(tmp_path: Path, request_files: Callable[..., PrepareRequest]) -> None:

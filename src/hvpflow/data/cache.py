@@ -37,7 +37,7 @@ _MANIFEST_TYPES: dict[str, type] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Split:
     """One token stream of a cache, memory-mapped shard by shard when first read."""
 
@@ -48,7 +48,7 @@ class Split:
     """int64 [num_shards + 1]: the number of tokens before each shard, and the total."""
     shard_tokens: int
     """Tokens of a full shard; only a preparation record tells it where the split has a single, perhaps short, shard."""
-    _maps: dict[int, np.memmap] = field(default_factory=dict, repr=False, compare=False)
+    _maps: dict[int, np.memmap] = field(default_factory=dict, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -92,7 +92,7 @@ class Split:
         return self._maps[index]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TokenCache:
     """A token cache whose manifest and file sizes were checked; ``verify`` checks the contents too."""
 

@@ -6,7 +6,7 @@ Reads token counts only, never a token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
@@ -113,7 +113,7 @@ class Sampling:
         return tuple(end * self.batch_blocks for end in ends[1:])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Epoch:
     """One data case of an analysis: a full epoch of sequences in a fixed order, cut into effective batches."""
 
@@ -123,7 +123,7 @@ class Epoch:
     batch_blocks: int
     num_workers: int
     context_length: int
-    identity: dict[str, Any] = field(compare=False)
+    identity: dict[str, Any]
     """Plain data that determine the sequences and their order: the case's entry in an analysis manifest."""
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -28,6 +27,7 @@ from hvpflow.data.cache import (
 )
 from hvpflow.data.corpus import Corpus, CorpusSettings, local_fingerprint, open_corpus, shuffled
 from hvpflow.data.order import random_stream
+from hvpflow.data.publication import publish, work_directory
 from hvpflow.data.shards import SplitWriter
 from hvpflow.data.tokenizer import MAX_VOCAB_SIZE, TRAIN_BPE, TextTokenizer, load_tokenizer, parallelism, train_bpe
 from hvpflow.errors import HvpflowError
@@ -117,16 +117,16 @@ def prepare_cache(
     """
     # The work happens beside the real directory, so that a link to another disk is followed.
     target = Path(os.path.realpath(directory))
-    if _finished(request, target, progress):
-        return TokenCache.open(directory)
     try:
-        with _work_directory(target) as work:
+        if _finished(request, target, progress):
+            return TokenCache.open(directory)
+        with work_directory(target) as work:
             # Another process may have finished it between the first look and the lock.
             if not _finished(request, target, progress):
                 _check_room(request, work)
                 with parallelism(num_workers):
                     _write_cache(request, work, progress)
-                _publish(work, target, progress)
+                publish(work, target, progress)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise HvpflowError(
@@ -169,49 +169,6 @@ def _finished(request: PrepareRequest, target: Path, progress: Callable[[str], N
                 "To make it anew, move it away"
             )
     return True
-
-
-@contextlib.contextmanager
-def _work_directory(target: Path) -> Iterator[Path]:
-    """An empty directory beside ``target``, locked against other processes, and removed unless it was renamed."""
-    work = target.with_name(f".{target.name}.preparing")
-    while True:
-        work.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(work, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise HvpflowError(
-                f"another process is preparing {target}: wait for it, then repeat the command"
-            ) from error
-        except OSError:
-            pass  # A file system without locks: two processes are then kept apart by the rename alone.
-        # The holder of the lock may have published, and so renamed, what was opened here.
-        if work.exists() and os.path.samestat(os.fstat(descriptor), work.stat()):
-            break
-        os.close(descriptor)
-    try:
-        # Left by a process that was killed; its lock went with it.
-        for entry in work.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        yield work
-    finally:
-        if work.exists() and os.path.samestat(os.fstat(descriptor), work.stat()):
-            shutil.rmtree(work, ignore_errors=True)
-        os.close(descriptor)
-
-
-def _publish(work: Path, target: Path, progress: Callable[[str], None]) -> None:
-    """Give the finished directory its name; a cache that bears it is moved aside first."""
-    if target.exists() and any(target.iterdir()):
-        number = 1
-        while (aside := target.with_name(f"{target.name}.replaced-{number}")).exists():
-            number += 1
-        target.rename(aside)
-        progress(f"moved the earlier token cache, made for other settings, to {aside}")
-    work.rename(target)
-    _flush(target.parent)
 
 
 def _check_room(request: PrepareRequest, work: Path) -> None:
@@ -259,7 +216,6 @@ def _write_cache(request: PrepareRequest, work: Path, progress: Callable[[str], 
     manifest["identity"] = manifest_identity(manifest)
     write_json(work / MANIFEST_NAME, manifest)
     write_json(work / MANIFEST_COPY_NAME, manifest)
-    _flush(work)
 
 
 def _make_tokenizer(request: PrepareRequest, corpus: Corpus, progress: Callable[[str], None]) -> TextTokenizer:
@@ -363,11 +319,3 @@ class _Progress:
             self._progress(
                 f"{split}: {writer.tokens:,} of {writer.limit:,} tokens ({share:.0%}), {num_documents:,} documents read"
             )
-
-
-def _flush(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
