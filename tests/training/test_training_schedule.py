@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -38,15 +37,14 @@ def test_wsd_is_flat_then_falls_linearly_to_zero() -> None:
 
 @given(st.integers(1, 400), st.floats(0, 1), st.floats(0, 1), st.sampled_from(["cosine", "wsd"]))
 def test_rates_rise_to_the_peak_once_and_never_rise_again(steps: int, share: float, value: float, name: str) -> None:
-    warmup = share * 0.5 * steps
+    warmup = int(share * 0.5 * steps)
     schedule = Schedule(
         name=name, peak=1.0, num_steps=steps, warmup_steps=warmup, min_ratio=value, decay_fraction=value * 0.5
     )
     rates = [schedule.rate(step) for step in range(1, steps + 1)]
     assert all(0.0 <= rate <= 1.0 for rate in rates)
-    top = math.ceil(warmup)
-    assert all(before < after for before, after in itertools.pairwise(rates[:top]))
-    assert all(before >= after for before, after in itertools.pairwise(rates[top:]))
+    assert all(before < after for before, after in itertools.pairwise(rates[:warmup]))
+    assert all(before >= after for before, after in itertools.pairwise(rates[max(warmup - 1, 0) :]))
 
 
 def test_no_warmup_starts_at_the_peak() -> None:

@@ -147,7 +147,7 @@ class Trainer:
             "loss": interval.loss(),
             "lr": rate,
             "grad_norm": update.gradient_norm,
-            "tokens_per_second": interval.tokens / interval.seconds,
+            "tokens_per_second": interval.tokens / max(interval.seconds, 1e-9),
             "training_seconds": interval.seconds,
             "elapsed_tokens_per_second": self._tokens_per_second(),
             "peak_memory_bytes": peak_memory_bytes(self.device),
@@ -197,7 +197,7 @@ class Trainer:
             "seconds_this_session": elapsed,
             "training_seconds": position.training_seconds,
             "training_elapsed_seconds": elapsed,
-            "training_tokens_per_second": self._tokens() / position.training_seconds,
+            "training_tokens_per_second": self._tokens() / max(position.training_seconds, 1e-9),
             "elapsed_tokens_per_second": self._tokens_per_second(),
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }

@@ -67,7 +67,6 @@ class Saver:
             "version": _ROLLING_VERSION,
             "state": self.state(position).to_dict(),
             "interval": asdict(position.interval),
-            "training_seconds": position.training_seconds,
         }
         write_pt(self.workspace.path(ROLLING_STATE), content)
 
@@ -194,7 +193,6 @@ def _read(workspace: Workspace, name: str) -> tuple[Position, TrainingState]:
     position = position_of(state)
     if rolling:
         position.interval = Interval(**content["interval"])
-        position.training_seconds = content["training_seconds"]
     return position, state
 
 

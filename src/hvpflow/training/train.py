@@ -131,7 +131,8 @@ def _train(
 ) -> None:
     learner = make_learner(recipe, device)
     position = resume(recipe, workspace, learner, retained, progress)
-    MetricsLog(workspace.path("metrics.jsonl")).rewind(position.step, position.completed_epochs)
+    rows = MetricsLog(workspace.path("metrics.jsonl")).rewind(position.step, position.completed_epochs)
+    position.training_seconds = position.interval.seconds + sum(row.get("training_seconds", 0.0) for row in rows)
     loader = loader_record(recipe, cache)
     record = environment(device) | {
         "loader": loader,
