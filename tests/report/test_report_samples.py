@@ -70,7 +70,7 @@ def make_shards(num_shards=3, *, noise_samples=5, population=8, consensus=True):
                 **{kind: [row for name, row in own if name == kind] for kind in ("noise", "random", "consensus")},
                 "policy": {"device": "cpu", "threads": 2},
                 "engine_check": {"relative_difference": 1e-7},
-                "timing": {"mean_gradient_seconds": 1.0, "total_seconds": 10.0},
+                "timing": {"mean_gradient_seconds": 1.0, "total_seconds": 10.0, "process_seconds": 12.0},
             }
         )
     return shards
@@ -98,7 +98,10 @@ def test_shards_in_any_number_and_order_give_one_and_the_same_record():
         merged = merge_shards(shards, make_inspect())
         assert comparable(merged) == comparable(whole)
         assert [entry["shard"] for entry in merged["shards"]] == list(range(count))
-        assert merged["timing"] == {"mean_gradient_seconds": 1.0 * count, "total_seconds": 10.0 * count}
+        # The mean gradient, 1 s of each shard's 10 s, is shared.
+        assert merged["timing"] == {
+            **{"mean_gradient_seconds": 1.0, "total_seconds": 1.0 + 9.0 * count, "process_seconds": 12.0 * count}
+        }
     assert whole["statistics"] == statistics(whole)
     assert whole["statistics"]["noise_alignment"] == pytest.approx(1 + 18 / 5)
     assert "5 noise samples of 8" in whole["warnings"][0]
@@ -130,10 +133,13 @@ def test_a_shard_without_noise_needs_no_mean_gradient():
 def test_rounding_of_the_mean_gradient_and_unlike_devices_are_noted():
     shards = make_shards(2)
     shards[1]["mean_gradient"] |= {"norm": 0.5000001, "sha256": "d" * 64}
-    shards[1]["policy"]["device"] = "cuda:0"
+    shards[1]["policy"] |= {"device": "cuda:0", "directions_per_pass": 3}
+    shards[1]["other_policies"] = [shards[0]["policy"] | {"threads": 1}]
     warnings = " ".join(merge_shards(shards)["warnings"])
     assert "differ in rounding" in warnings
-    assert "policy.device: 'cpu' and 'cuda:0'" in warnings
+    assert "policy.device is 'cpu' for some and 'cuda:0' for others" in warnings
+    assert "policy.threads is 2 for some and 1 for others" in warnings
+    assert "directions_per_pass" not in warnings
 
 
 @pytest.mark.parametrize(

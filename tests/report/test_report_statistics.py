@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvpflow.report.statistics import (
-    PEER_STATISTICS,
+    TINY_LLM_STATISTICS,
     ratio,
     standard_error_of_mean,
     standard_error_of_ratio,
@@ -62,7 +62,7 @@ def test_the_peers_statistics_are_reproduced_to_the_last_bit(reference: Path, re
         record["mean_gradient"] = {"norm": expected["mean_gradient_norm"]}
         assert list(statistics(record).items())[: len(expected)] == list(expected.items())
         packed = "consensus" in record
-        assert tuple(expected) == (PEER_STATISTICS if packed else PEER_STATISTICS[:-4])
+        assert tuple(expected) == (TINY_LLM_STATISTICS if packed else TINY_LLM_STATISTICS[:-4])
 
 
 def test_standard_errors_against_their_formulas():

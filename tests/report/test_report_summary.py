@@ -12,7 +12,7 @@ import pytest
 from hvpflow.errors import HvpflowError
 from hvpflow.files import write_json
 from hvpflow.report.manifest import build_manifest
-from hvpflow.report.summary import PEER_COLUMNS, columns, read_rows, summary_rows, write_summary
+from hvpflow.report.summary import TINY_LLM_COLUMNS, columns, read_rows, summary_rows, write_summary
 
 RESULTS = ("ordinary-new-float64", "ordinary-old-float64", "ordinary-old-float32", "packed-old-float64")
 
@@ -127,7 +127,7 @@ def test_the_manifest_depends_on_its_arguments_alone():
 def test_the_header_is_the_union_of_the_rows_with_the_peers_columns_first():
     rows = [{"checkpoint": "a", "ours": 1}, {"checkpoint": "b", "consensus_alignment": 0.5, "noise_alignment": 1.0}]
     assert columns(rows) == ["checkpoint", "noise_alignment", "consensus_alignment", "ours"]
-    assert columns([dict.fromkeys(reversed(PEER_COLUMNS))]) == list(PEER_COLUMNS)
+    assert columns([dict.fromkeys(reversed(TINY_LLM_COLUMNS))]) == list(TINY_LLM_COLUMNS)
 
 
 @pytest.mark.parametrize(

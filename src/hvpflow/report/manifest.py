@@ -25,7 +25,7 @@ def build_manifest(
     hvp_batch_size: int,
     effective_batch_tokens: int,
 ) -> dict[str, Any]:
-    """Return the manifest: the peer system's keys in their order, then ours. Only `environment` varies between repeats.
+    """Return the manifest: tiny-llm's keys in their order, then ours. Only `environment` varies between repeats.
 
     Args:
         run: the run directory as it shall be recorded.

@@ -44,7 +44,7 @@ _CONSENSUS_KEYS = (
 def merge_shards(
     records: Sequence[Mapping[str, Any]], inspect_record: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the samples record of one (checkpoint, case): the peer system's keys in their order, then ours.
+    """Return the samples record of one (checkpoint, case): tiny-llm's keys in their order, then ours.
 
     Args:
         records: the measure records of all shards, in any order.
@@ -163,7 +163,7 @@ def _mean_gradient(shards: Sequence[Mapping[str, Any]], label: str) -> tuple[dic
 def _collect(
     shards: Sequence[Mapping[str, Any]], kind: str, number: str, keys: tuple[str, ...], label: str
 ) -> list[dict[str, Any]]:
-    """One kind's directions of all shards, by number, the peer's keys first; each once and all numbers finite."""
+    """One kind's directions of all shards, by number, tiny-llm's keys first; each once and all numbers finite."""
     rows = sorted((row for shard in shards for row in shard.get(kind) or ()), key=lambda row: row[number])
     for before, row in itertools.pairwise(rows):
         if before[number] == row[number]:
@@ -212,20 +212,37 @@ def _check_complete(
 
 
 def _total_timing(shards: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds spent in all shards together, whichever ran at the same time."""
-    keys = ("mean_gradient_seconds", "total_seconds")
-    return {key: math.fsum(shard["timing"].get(key) or 0.0 for shard in shards) for key in keys}
+    """Seconds of all shards' work, whichever ran at the same time; a mean gradient that they shared counts once."""
+    means = {
+        (entry.get("sha256"), entry["seconds"]) for shard in shards if (entry := shard["mean_gradient"]) is not None
+    }
+    mean_seconds = math.fsum(seconds for _, seconds in means)
+    rest = [
+        shard["timing"]["total_seconds"] - (shard["timing"].get("mean_gradient_seconds") or 0.0) for shard in shards
+    ]
+    process = [shard["timing"].get("process_seconds", shard["timing"]["total_seconds"]) for shard in shards]
+    return {
+        "mean_gradient_seconds": mean_seconds,
+        "total_seconds": math.fsum([mean_seconds, *rest]),
+        "process_seconds": math.fsum(process),
+    }
 
 
 def _policy_notes(shards: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say where shards ran under different numerical policies, for example on different devices."""
+    """Say where directions were measured under different numerical policies, for example on different devices."""
+    policies = [policy for shard in shards for policy in (shard.get("policy"), *(shard.get("other_policies") or ()))]
     notes = []
-    for shard in shards[1:]:
-        difference = _difference(shards[0].get("policy"), shard.get("policy"), "policy")
+    for policy in policies[1:]:
+        difference = _difference(_comparable(policies[0]), _comparable(policy), "policy")
         if difference:
             name, one, two = difference
-            notes.append(f"shards 0 and {shard['shard']} differ in {name}: {one!r} and {two!r}")
-    return notes
+            notes.append(f"not all directions were measured alike: {name} is {one!r} for some and {two!r} for others")
+    return list(dict.fromkeys(notes))
+
+
+def _comparable(policy: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A policy without the size of its stacks, in which a small last shard differs from the rest."""
+    return {key: value for key, value in (policy or {}).items() if key != "directions_per_pass"}
 
 
 def _difference(one: Any, two: Any, name: str) -> tuple[str, Any, Any] | None:

@@ -22,8 +22,8 @@ _ALIGNMENTS = ("noise_alignment", "normalized_noise_alignment")
 _SAMPLED = (*_ALIGNMENTS, "average_noise_norm", "average_batch_gradient_norm", "normalized_random_alignment")
 _CONSENSUS = ("consensus_alignment", "normalized_consensus_alignment", "average_consensus_norm")
 
-# The peer system's names, in its order; its tables are prefixes of ours.
-PEER_STATISTICS = (
+# The names of WangZesen/tiny-llm, in its order; ours follow.
+TINY_LLM_STATISTICS = (
     *("noise_samples", "random_samples", "dimension"),
     *(*_SAMPLED[:4], "mean_gradient_norm", _SAMPLED[4]),
     *("consensus_workers", *_CONSENSUS),
@@ -31,7 +31,7 @@ PEER_STATISTICS = (
 
 
 def statistics(record: Mapping[str, Any]) -> dict[str, int | float | None]:
-    """Return every statistic of a (checkpoint, case): the peer system's in their order, then ours.
+    """Return every statistic of a (checkpoint, case): tiny-llm's in their order, then ours.
 
     Args:
         record: a merged record: `noise`, `random`, `consensus` (absent or null for an ordinary run), `dimension`,
@@ -159,7 +159,7 @@ def _complete(rows: Sequence[Mapping[str, Any]], key: str) -> list[float] | None
 
 
 def _per_dimension(quadratics: Sequence[float], dimension: int) -> float | None:
-    # One division by D·R rather than two: the peer's last bit.
+    # One division by D·R rather than two: the last bit of tiny-llm's.
     return fsum(quadratics) / (dimension * len(quadratics)) if quadratics else None
 
 

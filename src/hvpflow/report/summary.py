@@ -11,10 +11,10 @@ from typing import Any
 from hvpflow.errors import HvpflowError
 from hvpflow.files import read_json, write_text
 from hvpflow.report.manifest import CASES, VERSION
-from hvpflow.report.statistics import PEER_STATISTICS
+from hvpflow.report.statistics import TINY_LLM_STATISTICS
 
-# The peer system's columns in its order; ours follow.
-PEER_COLUMNS = ("checkpoint", "tokens", "epoch", "step", "case", "weights_hash", "result_key", *PEER_STATISTICS)
+# tiny-llm's columns in its order; ours follow.
+TINY_LLM_COLUMNS = ("checkpoint", "tokens", "epoch", "step", "case", "weights_hash", "result_key", *TINY_LLM_STATISTICS)
 
 
 def summary_rows(manifest: Mapping[str, Any], samples: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -69,11 +69,11 @@ def read_rows(manifest_path: Path) -> list[dict[str, Any]]:
 
 
 def columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The union of the rows' keys: the peer system's in their order, then ours in order of appearance."""
+    """The union of the rows' keys: tiny-llm's in their order, then ours in order of appearance."""
     present = dict.fromkeys(key for row in rows for key in row)
     return [
-        *(name for name in PEER_COLUMNS if name in present),
-        *(name for name in present if name not in PEER_COLUMNS),
+        *(name for name in TINY_LLM_COLUMNS if name in present),
+        *(name for name in present if name not in TINY_LLM_COLUMNS),
     ]
 
 

@@ -24,7 +24,7 @@ class TrainingNorms:
 
 
 def read_training_norms(run_directory: Path) -> TrainingNorms:
-    """Read the `train` rows of a run's metrics.jsonl (this system's and the peer's have the same form).
+    """Read the `train` rows of a run's metrics.jsonl (tiny-llm's has the same form).
 
     A packed run logs each worker's norm and their maximum; the mean is taken, as the measured norms are means over
     workers. Of rows for the same position, as a resumed training leaves them, the last counts. A last line that was cut
