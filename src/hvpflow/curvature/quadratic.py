@@ -6,17 +6,93 @@ Legend: B sequences, T positions, K directions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from hvpflow.curvature.directions import Directions, QuadraticForms
+from hvpflow.curvature.directions import (
+    Directions,
+    QuadraticForms,
+    check_directions,
+    evaluation_mode,
+    to_host,
+    trainable_parameters,
+)
+from hvpflow.curvature.graph import Plan, make_plan
 from hvpflow.curvature.reference import jvp_of_grad
+from hvpflow.curvature.rules import Workspace
+from hvpflow.curvature.taylor import primal_pass, source_values, tangent_pass
+from hvpflow.errors import HvpflowError, nearest
 
-__all__ = ["Directions", "Engine", "QuadraticForms", "choose_num_directions", "make_engine"]
+__all__ = ["Directions", "Engine", "QuadraticForms", "TaylorEngine", "choose_num_directions", "make_engine"]
 
 Engine = Callable[[Tensor, Tensor, Directions], QuadraticForms]
+
+
+class TaylorEngine:
+    """(tokens [B, T], targets [B, T], directions) -> QuadraticForms, K directions in 3K + 2 forward passes.
+
+    Holds the model, whose weights are read anew at each call, and one planned graph per shape of the batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, example: tuple[Tensor, Tensor], *, amp: bool = False, compile_rules: bool = False
+    ) -> None:
+        self.model, self.amp = model, amp
+        on_cpu = example[0].device.type == "cpu"
+        self._work = Workspace(
+            num_directions=1,
+            device=example[0].device,
+            amp=amp,
+            compile_rules=compile_rules,
+            loop_directions=on_cpu,
+            slice_elements=1 << 17 if on_cpu else 1 << 27,
+            head_elements=1 << 20 if on_cpu else 1 << 27,
+        )
+        self._plans: dict[Any, Plan] = {}
+        plan = self.plan(*example)
+        self.unused_parameters = plan.unused
+        """Trainable parameters that the loss does not depend on; they contribute zero."""
+        self.frozen_parameters = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        """Parameters that do not move: no part of any direction."""
+
+    def plan(self, tokens: Tensor, targets: Tensor) -> Plan:
+        key = (tokens.shape, targets.shape, tokens.dtype, targets.dtype)
+        if key not in self._plans:
+            with evaluation_mode(self.model):
+                self._plans[key] = make_plan(self.model, tokens, targets)
+        return self._plans[key]
+
+    def __call__(self, tokens: Tensor, targets: Tensor, directions: Directions) -> QuadraticForms:
+        num_directions = check_directions(trainable_parameters(self.model), directions)
+        plan = self.plan(tokens, targets)
+        work = replace(self._work, num_directions=num_directions)
+        try:
+            with evaluation_mode(self.model):
+                sources = source_values(plan, self.model, (tokens, targets))
+                kept, adjoints = primal_pass(plan, sources, amp=self.amp)
+                tangent_pass(plan, work, sources, kept, adjoints, directions)
+        except RuntimeError as problem:
+            raise _explained(problem, num_directions, tokens) from problem
+        return QuadraticForms(to_host(work.total), to_host(work.gauss_newton))
+
+
+def _explained(problem: RuntimeError, num_directions: int, tokens: Tensor) -> Exception:
+    """Turn an out-of-memory error into one that names the setting to lower."""
+    text = str(problem)
+    if not isinstance(problem, torch.OutOfMemoryError) and "can't allocate memory" not in text:
+        return problem
+    advice = (
+        f"lower `directions_per_pass` (now {num_directions}, try {num_directions // 2})"
+        if num_directions > 1
+        else f"lower `hvp_batch_size` (now {tokens.shape[0]})"
+    )
+    return HvpflowError(
+        f"out of memory with {num_directions} directions and {tokens.shape[0]} sequences of {tokens.shape[-1]} tokens "
+        f"at once; {advice}. ({text.strip().splitlines()[0]})"
+    )
 
 
 def make_engine(
@@ -27,10 +103,21 @@ def make_engine(
     amp: bool = False,
     compile_rules: bool = False,
 ) -> Engine:
-    """Return the function (tokens [B, T], targets [B, T], directions) -> QuadraticForms for ``model``."""
+    """Return the function (tokens [B, T], targets [B, T], directions) -> QuadraticForms for ``model``.
+
+    ``model(tokens, targets)`` returns the summed token loss. ``example`` is a batch of the usual shape; others are
+    accepted and planned when they come. ``amp`` runs matrix products in bfloat16. ``compile_rules`` compiles each
+    pointwise rule once. Raises HvpflowError for an unknown kind or an operation without a rule.
+    """
+    if kind == "taylor":
+        return TaylorEngine(model, example, amp=amp, compile_rules=compile_rules)
+    if kind != "jvp-of-grad":
+        raise HvpflowError(
+            f"unknown engine {kind!r}{nearest(kind, ['taylor', 'jvp-of-grad'])}; expected 'taylor' or 'jvp-of-grad'"
+        )
 
     def engine(tokens: Tensor, targets: Tensor, directions: Directions) -> QuadraticForms:
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=amp):
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=amp, cache_enabled=False):
             return jvp_of_grad(model, tokens, targets, directions)
 
     return engine

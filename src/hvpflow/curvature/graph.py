@@ -1,0 +1,210 @@
+"""The model as a flat list of operations, and the plan of which of them move, bend, and are needed how long.
+
+``torch.export`` before any decomposition keeps linear, rms_norm, layer_norm, silu, gelu and attention whole, one rule
+each. The graph belongs to one shape of the batch; the engine keeps one plan per shape.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+
+import hvpflow.curvature.rules_attention
+import hvpflow.curvature.rules_linear
+import hvpflow.curvature.rules_loss
+import hvpflow.curvature.rules_norm
+import hvpflow.curvature.rules_pointwise
+import hvpflow.curvature.rules_structure  # noqa: F401 (each fills the table of rules)
+from hvpflow.curvature.directions import trainable_parameters
+from hvpflow.curvature.fusion import fuse
+from hvpflow.curvature.rules import RULES, Rule, bind, node_inputs
+from hvpflow.errors import HvpflowError
+
+_STOPS = (torch.ops.aten.detach.default,)
+"""Operations whose output is a constant to every derivative."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One operation of the tangent pass."""
+
+    node: fx.Node
+    rule: Rule
+    bound: dict[str, Any]
+    moving: frozenset[str]
+    curved: bool
+    final: bool
+    last_tangents: list[fx.Node] = field(default_factory=list)
+    """Nodes whose tangents nobody reads after this step."""
+    last_values: list[fx.Node] = field(default_factory=list)
+    """Nodes whose kept primal values nobody reads after this step."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """Everything about the graph that does not depend on numbers."""
+
+    nodes: list[fx.Node]
+    """Operations the loss depends on, in order."""
+    steps: list[Step]
+    """Those of them that move."""
+    sources: dict[fx.Node, Any]
+    """Input node -> ("parameter" | "buffer" | "constant" | "input", name, index or tensor)."""
+    parameters: dict[fx.Node, str]
+    """Input node -> name of the trainable parameter; tied names meet in one."""
+    loss: fx.Node
+    curved: set[fx.Node]
+    kept: set[fx.Node]
+    """Operations whose primal value the tangent pass reads."""
+    last_primal: dict[fx.Node, list[fx.Node]]
+    """Operation -> values that the primal pass may drop once it is done."""
+    unused: list[str]
+    """Trainable parameters that the loss does not depend on: they contribute zero."""
+
+
+def make_plan(model: nn.Module, tokens: Tensor, targets: Tensor) -> Plan:
+    """Export ``model(tokens, targets)`` and plan the passes; raise HvpflowError where a rule is missing."""
+    try:
+        with torch.autocast(tokens.device.type, enabled=False):
+            program = torch.export.export(model, (tokens, targets), strict=False)
+    except Exception as problem:
+        first_line = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+        raise HvpflowError(
+            f"the model cannot be exported as a graph of operations ({first_line}); "
+            "choose the slower exact engine with `engine: jvp-of-grad`"
+        ) from problem
+    names = {id(parameter): name for name, parameter in trainable_parameters(model).items()}
+    graph = program.graph
+    sources: dict[fx.Node, Any] = {}
+    parameters: dict[fx.Node, str] = {}
+    user_inputs = 0
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.PARAMETER:
+            sources[node] = ("parameter", spec.target)
+            tensor = model.get_parameter(spec.target)
+            if id(tensor) in names:
+                parameters[node] = names[id(tensor)]
+        elif spec.kind is InputKind.USER_INPUT:
+            sources[node] = ("input", user_inputs)
+            user_inputs += 1
+        elif spec.kind is InputKind.BUFFER:
+            sources[node] = ("buffer", spec.target)
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            sources[node] = ("constant", program.constants[spec.target])
+        else:
+            raise HvpflowError(f"the model's graph has an input of kind {spec.kind.name}, which the engine cannot feed")
+    output = next(node for node in graph.nodes if node.op == "output")
+    results = node_inputs(output.args)
+    if len(results) != 1 or results[0].meta["val"].numel() != 1:
+        raise HvpflowError("model(tokens, targets) must return one scalar, the summed loss of the batch")
+
+    moving = set(parameters)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target not in _STOPS and _differentiable(node):
+            if any(source in moving for source in node_inputs((node.args, node.kwargs))):
+                moving.add(node)
+    fuse(graph, moving)
+    loss = node_inputs(output.args)[0]
+    needed = _ancestors(loss)
+    nodes = [node for node in graph.nodes if node in needed and node.op != "placeholder"]
+    steps = _steps([node for node in nodes if node in moving], moving, loss)
+    unused = sorted(set(names.values()) - {name for node, name in parameters.items() if node in needed})
+    return _with_lifetimes(
+        Plan(
+            nodes=nodes,
+            steps=steps,
+            sources=sources,
+            parameters=parameters,
+            loss=loss,
+            curved={step.node for step in steps if step.curved},
+            kept=set(),
+            last_primal={},
+            unused=unused,
+        )
+    )
+
+
+def _differentiable(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return any(isinstance(v, Tensor) and v.dtype.is_floating_point for v in values)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    found, stack = {node}, [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                stack.append(source)
+    return found
+
+
+def _steps(nodes: list[fx.Node], moving: set[fx.Node], loss: fx.Node) -> list[Step]:
+    steps, refused = [], {}
+    for node in nodes:
+        rule = RULES.get(node.target) if node.op == "call_function" else None
+        where = _module_path(node)
+        if rule is None:
+            refused.setdefault(str(node.target), f"{node.target} has no curvature rule (first used in {where})")
+            continue
+        bound = bind(node)
+        if reason := rule.refuses(bound):
+            refused.setdefault(str(node.target), f"{node.target} in {where} is beyond its curvature rule: {reason}")
+            continue
+        names = frozenset(
+            name for name, value in bound.items() if any(source in moving for source in node_inputs(value))
+        )
+        if node is loss and node.target is operator.getitem:
+            continue  # it only picks the loss from the output of the step before
+        picked = loss.target is operator.getitem and list(node.users) == [loss]
+        steps.append(Step(node, rule, bound, names, rule.curved(names), node is loss or picked))
+    if refused:
+        raise HvpflowError(
+            "the fast curvature engine cannot differentiate this model: "
+            + "; ".join(refused.values())
+            + ". Choose the slower exact engine with `engine: jvp-of-grad`"
+        )
+    return steps
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return "the model itself"
+    path, kind = stack[-1][:2]
+    kind = kind if isinstance(kind, str) else kind.__name__
+    return f"{path or 'the model itself'} ({kind.rsplit('.', 1)[-1]})"
+
+
+def _reads(step: Step) -> set[fx.Node]:
+    """Nodes whose primal values the step's rule uses."""
+    found: set[fx.Node] = set()
+    for name in step.rule.reads(step.moving):
+        found.update([step.node] if name == "output" else node_inputs(step.bound.get(name)))
+    return found
+
+
+def _with_lifetimes(plan: Plan) -> Plan:
+    seen_values: set[fx.Node] = set()
+    seen_tangents: set[fx.Node] = set()
+    for step in reversed(plan.steps):
+        reads = {node for node in _reads(step) if node not in plan.sources}
+        plan.kept |= reads
+        step.last_values = list(reads - seen_values)
+        seen_values |= reads
+        tangents = {node for node in step.node.all_input_nodes if node not in plan.sources}
+        step.last_tangents = list(tangents - seen_tangents)
+        seen_tangents |= tangents
+    seen: set[fx.Node] = {plan.loss}
+    for node in reversed(plan.nodes):
+        inputs = {source for source in node.all_input_nodes if source not in plan.sources}
+        plan.last_primal[node] = list(inputs - seen)
+        seen |= inputs
+    return plan

@@ -1,0 +1,165 @@
+"""The rule of scaled-dot-product attention: causal, masked, grouped-query.
+
+o = Pv, P = softmax(s), s = σqkᵀ + mask. With s' = σ(q'kᵀ + qk'ᵀ), c = s' − ⟨P, s'⟩ per row, P' = Pc,
+dP = ōvᵀ and dS = P(dP − ⟨P, dP⟩):
+
+    o' = P'v + Pv',    ⟨ō, D²⟩ = Σ dS·c² + 2σ⟨dSᵀq', k'⟩ + 2⟨ō, P'v'⟩.
+
+The first term is the softmax's, the second the product qkᵀ's, the third the product Pv's. P and dS serve every
+direction. The rule runs over slices of heads and of queries, so no [T, T] tensor of the whole batch ever exists, and
+with a causal mask a slice of queries meets only the keys that it may see.
+
+Extra legend: I items (batch × key heads), G query heads per key head, E head size, R = G·(queries of a slice) rows,
+S keys of a slice.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvpflow.curvature.rules import Call, Moving, Workspace, inner, rule, widen
+from hvpflow.curvature.rules_norm import softmax_form
+
+aten = torch.ops.aten
+
+
+def attention_probabilities(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax of [I, R, S] scores under a mask (boolean: True is visible; otherwise added); an unseen row gives 0."""
+    scores = widen(scores)
+    if mask is None:
+        return scores.softmax(-1)
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    unseen = scores.amax(-1, keepdim=True) == -math.inf
+    return scores.softmax(-1).masked_fill(unseen, 0)
+
+
+def attention_form(
+    work: Workspace, P: Tensor, dS: Tensor, primal: tuple[Tensor, Tensor, Tensor], adjoint: Tensor,
+    tangents: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Tangent [K, I, R, E] and curvature [K] of one slice; σ is already in the keys and their tangents.
+
+    P, dS [I, R, S]; primal (q [I, R, E], k [I, S, E], v [I, S, E]); adjoint [I, R, E]; tangents with K in front.
+    The two halves of s' are one product over 2E; [v, v'] likewise; what multiplies P or dS stands side by side
+    for all K, so neither is copied per direction.
+    """
+    q, k, v = primal
+    dq, dk, dv = tangents
+    K, I, R, E = dq.shape
+    S, F = v.shape[1:]
+    rows = torch.cat((dq, q.expand(K, -1, -1, -1)), -1).view(K * I, R, 2 * E)
+    columns = torch.cat((k.expand(K, -1, -1, -1), dk), -1).view(K * I, S, 2 * E)
+    ds = torch.bmm(rows, columns.transpose(1, 2)).view(K, I, R, S)
+    dP, form = work.pointwise(softmax_form)(P, dS, ds)
+    values = torch.cat((v.expand(K, -1, -1, -1), dv), -1).view(K * I, S, 2 * F)
+    moved = torch.bmm(work.product_operand(dP).view(K * I, R, S), values).view(K, I, R, 2 * F)
+    form = form + 2 * inner(widen(moved[..., F:]), widen(adjoint))
+
+    def aside(x: Tensor) -> Tensor:  # [K, I, n, E] -> [I, n, K·E]
+        return x.permute(1, 2, 0, 3).reshape(I, x.shape[2], -1)
+
+    gathered = torch.bmm(work.product_operand(dS).transpose(1, 2), aside(dq)).view(I, S, K, E).permute(2, 0, 1, 3)
+    form = form + 2 * inner(widen(gathered), widen(dk))
+    tangent = torch.bmm(work.product_operand(P), aside(dv)).view(I, R, K, F).permute(2, 0, 1, 3)
+    return tangent + moved[..., :F], form
+
+
+def _grouped(call: Call) -> tuple[int, int]:
+    """(items, query heads per key head)."""
+    query, key = call.shapes["query"], call.shapes["key"]
+    groups = query[-3] // key[-3] if call["enable_gqa"] and len(query) > 2 else 1
+    return math.prod(query[:-2]) // groups, groups
+
+
+def _mask(call: Call, items: int, groups: int) -> Tensor | None:
+    """The mask as [items or 1, groups or 1, queries, keys]."""
+    mask, shape = call["attn_mask"], call.shapes["query"]
+    if mask is None:
+        return None
+    size = (shape[-2], call.shapes["key"][-2])
+    if mask.numel() == mask.shape[-1] * mask.shape[-2]:
+        return mask.reshape(1, 1, *mask.shape[-2:]).expand(1, 1, *size)
+    return mask.expand(*shape[:-2], *size).reshape(items, groups, *size)
+
+
+def _unsupported(arguments: dict[str, Any]) -> str | None:
+    if arguments["dropout_p"]:
+        return "it has active dropout, so the loss is random"
+    query, key, value = (arguments[name].meta["val"].shape for name in ("query", "key", "value"))
+    grouped = arguments["enable_gqa"]
+    if query[: -3 if grouped else -2] != key[: -3 if grouped else -2] or key[:-2] != value[:-2]:
+        return f"query {tuple(query)}, key {tuple(key)} and value {tuple(value)} differ in their leading axes"
+    return None
+
+
+@rule(
+    aten.scaled_dot_product_attention.default,
+    reads=lambda moving: ("query", "key", "value", "attn_mask"),
+    curved=bool,
+    refuses=_unsupported,
+)
+def attention(call: Call) -> Tensor:
+    work, K = call.work, call.work.num_directions
+    items, groups = _grouped(call)
+    T, E = call.shapes["query"][-2:]
+    keys, F = call.shapes["value"][-2:]
+    scale = call["scale"] if call["scale"] is not None else 1 / math.sqrt(E)
+    mask = _mask(call, items, groups)
+    lead = {"query": (items, groups), "key": (items,), "value": (items,)}
+
+    def primal(name: str) -> Tensor:
+        return call[name].reshape(*lead[name], *call[name].shape[-2:])
+
+    def tangent(name: str) -> Tensor:
+        stack = call.tangent(name)
+        if stack is None:
+            return torch.zeros((), dtype=widen(call[name]).dtype, device=work.device).expand(K, *primal(name).shape)
+        return stack.reshape(K, *lead[name], *stack.shape[-2:])
+
+    assert call.adjoint is not None
+    values = primal("query"), primal("key"), primal("value"), call.adjoint.reshape(items, groups, T, F)
+    tangents = tangent("query"), tangent("key"), tangent("value")
+    output = tangents[2].new_empty(K, items, groups, T, F)
+    stacks = [slice(k, k + 1) for k in range(K)] if work.loop_directions else [slice(0, K)]
+    causal = bool(call["is_causal"])
+    step_queries = min(T, 128) if causal else min(T, max(1, work.slice_elements // (groups * keys)))
+    step_items = max(1, work.slice_elements * len(stacks) // (K * groups * step_queries * keys))
+    for first in range(0, items, step_items):
+        part = slice(first, first + step_items)
+        q, k, v, adjoint = (work.product_operand(value[part]) for value in values)
+        k = k * scale
+        dq, dk, dv = (work.product_operand(stack[:, part]) for stack in tangents)
+        dk = dk * scale
+        for start in range(0, T, step_queries):
+            stop = min(T, start + step_queries)
+            seen = min(stop, keys) if causal else keys
+            n, rows = q.shape[0], groups * (stop - start)
+            qs = q[:, :, start:stop].reshape(n, rows, E)
+            adjoints = adjoint[:, :, start:stop].reshape(n, rows, F)
+            ks, vs = k[:, :seen], v[:, :seen]
+            visible = None
+            if mask is not None:
+                visible = (mask if mask.shape[0] == 1 else mask[part])[:, :, start:stop, :seen]
+                visible = visible.expand(-1, groups, -1, -1).flatten(1, 2)
+            elif causal:
+                visible = torch.ones(stop - start, seen, dtype=torch.bool, device=work.device).tril(start)
+                visible = visible.repeat(groups, 1)
+            P = attention_probabilities(torch.bmm(qs, ks.transpose(1, 2)), visible)
+            dP = widen(torch.bmm(adjoints, vs.transpose(1, 2)))
+            dS = P * (dP - (P * dP).sum(-1, keepdim=True))
+            for stack in stacks:
+                moved, contribution = attention_form(
+                    work, P, dS, (qs, ks, vs), adjoints,
+                    (dq[stack, :, :, start:stop].reshape(-1, n, rows, E), dk[stack, :, :seen], dv[stack, :, :seen]),
+                )  # fmt: skip
+                output[stack, part, :, start:stop] = moved.view(-1, n, groups, stop - start, F)
+                work.total[stack] += contribution
+    return output.view(K, *call.output.shape)
+
+
+def _attention_reads(moving: Moving) -> tuple[str, ...]:
+    return ("query", "key", "value", "attn_mask")
