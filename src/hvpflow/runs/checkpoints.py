@@ -12,13 +12,14 @@ from torch import Tensor
 from hvpflow.errors import HvpflowError, nearest
 from hvpflow.files import sha256_file
 from hvpflow.models.config import LlamaConfig
+from hvpflow.runs.arena import average
 from hvpflow.runs.packed_format import WorkerState, check_arena_model, check_arena_optimizer
 from hvpflow.runs.pt_files import load_pt
 from hvpflow.runs.recipe import Recipe, recipe_from_mapping
 from hvpflow.runs.run import RECIPE_NAME, Run, checkpoint_epoch
 from hvpflow.runs.safetensors_files import read_safetensors, write_safetensors
 from hvpflow.runs.state_format import ORDINARY, PACKED, TrainingState, read_training_state, same
-from hvpflow.runs.weights import average, check_average, check_weights, result_key, weights_hash
+from hvpflow.runs.weights import check_average, check_weights, result_key, weights_hash
 from hvpflow.typed import build, to_mapping
 
 __all__ = ["Checkpoint", "read_checkpoint", "result_key", "weights_hash", "write_safetensors"]

@@ -1,13 +1,8 @@
-"""Packed runs' training states: all workers in one arena, or one file a worker.
-
-In an arena [W, S] row w is worker w. Each parameter starts at a multiple of 64 elements, in parameter order; what lies
-between the parameters is zero.
-"""
+"""Packed runs' training states: all workers in one arena, or one file a worker."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,45 +10,11 @@ import torch
 from torch import Tensor
 
 from hvpflow.errors import HvpflowError
+from hvpflow.runs.arena import Shapes, storage_layout, storage_size, unpack
 from hvpflow.runs.state_format import PACKED_WORKER_KIND, is_count, same
-from hvpflow.runs.weights import Shapes, check_names, check_tensor, check_weights
+from hvpflow.runs.weights import check_names, check_tensor, check_weights
 
-_ALIGNMENT = 64
 _ARENA_VERSION = _WORKER_VERSION = 1
-
-
-def storage_layout(shapes: Shapes) -> list[dict[str, Any]]:
-    """Where each parameter lies in a row of the arena."""
-    layout, start = [], 0
-    for name, shape in shapes.items():
-        numel = math.prod(shape)
-        padded = -(-numel // _ALIGNMENT) * _ALIGNMENT
-        layout.append({"name": name, "shape": tuple(shape), "start": start, "numel": numel, "padded_numel": padded})
-        start += padded
-    return layout
-
-
-def storage_size(shapes: Shapes) -> int:
-    """S: elements of a row of the arena."""
-    return sum(entry["padded_numel"] for entry in storage_layout(shapes))
-
-
-def unpack(storage: Tensor, shapes: Shapes) -> list[dict[str, Tensor]]:
-    """The workers' parameters as views into ``storage`` [W, S]."""
-    layout = storage_layout(shapes)
-    return [
-        {entry["name"]: row[entry["start"] : entry["start"] + entry["numel"]].view(entry["shape"]) for entry in layout}
-        for row in storage
-    ]
-
-
-def pack(workers: Sequence[Mapping[str, Tensor]], shapes: Shapes) -> Tensor:
-    """The arena [W, S] of the workers' parameters."""
-    storage = torch.zeros(len(workers), storage_size(shapes))
-    for views, worker in zip(unpack(storage, shapes), workers, strict=True):
-        for name, view in views.items():
-            view.copy_(worker[name])
-    return storage
 
 
 def arena_model(storage: Tensor, shapes: Shapes) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hvpflow.errors import HvpflowError
 from hvpflow.files import atomic_path
-from hvpflow.runs.weights import Shapes, check_names, check_weights
+from hvpflow.runs.arena import Shapes
+from hvpflow.runs.weights import check_names, check_weights
 
 
 def read_safetensors(path: Path, shapes: Shapes, where: str | None = None) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""A model's weights as a mapping from names to tensors: checks, digests, and averages over workers."""
+"""A model's weights as a mapping from names to tensors: checks and digests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch import Tensor
 
 from hvpflow.errors import HvpflowError, nearest
 from hvpflow.files import fingerprint
+from hvpflow.runs.arena import Shapes, average
 
 _AVERAGE_RTOL, _AVERAGE_ATOL = 1e-5, 1e-7
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_names(names: Sequence[str], shapes: Shapes, where: str) -> None:
@@ -92,11 +91,6 @@ def result_key(average_hash: str, worker_hashes: Sequence[str] | None) -> str:
     if worker_hashes is None:
         return average_hash
     return fingerprint({"weights_hash": average_hash, "workers": list(worker_hashes)})
-
-
-def average(workers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The workers' mean, each tensor by one float32 reduction over the worker axis."""
-    return {name: torch.stack([worker[name] for worker in workers]).mean(0) for name in workers[0]}
 
 
 def check_average(root: Mapping[str, Tensor], workers: Sequence[Mapping[str, Tensor]], where: str) -> None:
