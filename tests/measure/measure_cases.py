@@ -153,8 +153,8 @@ class DenseCase:
         point = self.point.clone().requires_grad_()
         with sdpa_kernel(SDPBackend.MATH):
             gradient = torch.autograd.grad(self._mean_loss(point, block_ids), point, create_graph=True)[0]
-            rows = [torch.autograd.grad(entry, point, retain_graph=True)[0] for entry in gradient]
-        return gradient.detach(), torch.stack(rows)
+            rows = torch.autograd.grad(gradient, point, torch.eye(len(point)).double(), is_grads_batched=True)[0]
+        return gradient.detach(), rows
 
     def _gauss_newton(self) -> Tensor:
         matrix = torch.zeros_like(self.hessian)
@@ -163,10 +163,10 @@ class DenseCase:
             point = self.point.clone().requires_grad_()
             with sdpa_kernel(SDPBackend.MATH):
                 logits = functional_call(self.model, self._unflat(point), (tokens,)).reshape(-1, VOCABULARY)
-                entries = logits.reshape(-1)
-                rows = [torch.autograd.grad(entry, point, retain_graph=True)[0] for entry in entries]
-            jacobian = torch.stack(rows).reshape(LENGTH, VOCABULARY, -1)
+                units = torch.eye(LENGTH * VOCABULARY).double().reshape(-1, LENGTH, VOCABULARY)
+                jacobian = torch.autograd.grad(logits, point, units, is_grads_batched=True)[0]
+            jacobian = jacobian.reshape(LENGTH, VOCABULARY, -1)
             p = logits.detach().softmax(-1)
             inner = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
-            matrix += torch.einsum("tvd,tvw,twe->de", jacobian, inner, jacobian)
+            matrix += torch.einsum("tvd,tve->de", jacobian, inner @ jacobian)
         return matrix / self.epoch.num_tokens

@@ -89,14 +89,16 @@ class Session:
         Raises:
             HvpflowError: they differ by more than rounding explains.
         """
-        tokens, targets = self.reader.read(self.reader.epoch.block_ids[:_CHECK_SEQUENCES])
+        block_ids = self.reader.epoch.block_ids[:_CHECK_SEQUENCES]
+        tokens, targets = self.reader.read(block_ids)
         parameters = trainable(self.model)
         directions = zeros_like(parameters, _CHECK_DIRECTIONS)
         for index in range(_CHECK_DIRECTIONS):
             drawn = rademacher(self.shapes, seed=self.settings.seed, index=index, dtype=self.dtype)
             for name, tensor in drawn.items():
                 directions[name][index].copy_(tensor)
-        found = self.engine(tokens, targets, directions)
+        # Filled up to the shape of all other batches, so that what is checked is what will run.
+        found = self.engine(*self.reader.read_padded(block_ids, self.hvp_batch_size), directions)
         expected = jvp_of_grad(self.model, tokens, targets, directions)
         scale = torch.maximum(expected.total.abs(), expected.gauss_newton.abs()).clamp_min(1e-300)
         difference = float(((found.total - expected.total).abs() / scale).max())
