@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from hvpflow.errors import HvpflowError
 from hvpflow.models.llama import Llama
@@ -112,20 +113,21 @@ class SingleLearner:
         """See Learner: names and tensors in module order, and AdamW's own state dict."""
         return {
             "model": OrderedDict((name, value.detach().cpu()) for name, value in self._model.named_parameters()),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": tree_map_only(Tensor, Tensor.cpu, self.optimizer.state_dict()),
         }
 
     def load_state(self, state: TrainingState) -> None:
         """See Learner; the kernels (fused, foreach) stay this device's, whatever the state was written with."""
-        kernels = [(group["fused"], group["foreach"]) for group in self.optimizer.param_groups]
         try:
             self._model.load_state_dict(state.model or {})
             # Copied, because what is read from a file may be mapped to it and updates change it in place.
-            self.optimizer.load_state_dict(copy.deepcopy(dict(state.optimizer or {})))
+            optimizer = copy.deepcopy(dict(state.optimizer or {}))
+            # Set before loading: PyTorch places the step counters by the kernel.
+            for group, own in zip(optimizer["param_groups"], self.optimizer.param_groups):
+                group["fused"], group["foreach"] = own["fused"], own["foreach"]
+            self.optimizer.load_state_dict(optimizer)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise HvpflowError(f"the training state does not fit the recipe's model: {error}") from error
-        for group, (fused, foreach) in zip(self.optimizer.param_groups, kernels):
-            group["fused"], group["foreach"] = fused, foreach
 
     def result(self) -> dict[str, Any]:
         """See Learner: nothing more."""

@@ -261,8 +261,8 @@ class Trainer:
     def _report(self, epoch: int, loss: float, rate: float | None) -> None:
         """Tell how far the training is: between epochs with the training loss, after one with the validation loss."""
         now = time.monotonic()
-        if rate is None and now - self._reported < 1.0 and epoch != len(self._boundaries):
-            return
+        if rate is None and now - self._reported < _REPORT_SECONDS and epoch not in (1, len(self._boundaries)):
+            return  # epochs may be much shorter than a reader's patience
         self._reported = now
         speed = self._tokens_per_second()
         left = (self._boundaries[-1] - self.position.cursor) * self.recipe.model.context_length / max(speed, 1e-9)

@@ -129,6 +129,8 @@ def _train(
     device: torch.device,
     progress: Callable[[str], None],
 ) -> None:
+    for setting in _without_effect(recipe, device):
+        progress(f"{setting} has no effect here")
     learner = make_learner(recipe, device)
     position = resume(recipe, workspace, learner, retained, progress)
     rows = MetricsLog(workspace.path("metrics.jsonl")).rewind(position.step, position.completed_epochs)
@@ -151,6 +153,13 @@ def _train(
         )
         try:
             result = trainer.run()
+        except torch.OutOfMemoryError as error:
+            message = (
+                f"{device} ran out of memory at step {trainer.position.step + 1}: lower training.micro_batch_size "
+                f"(now {recipe.training.micro_batch_size} sequences) or evaluation.batch_size"
+            )
+            workspace.write_status(_status("failed", trainer) | {"message": message})
+            raise HvpflowError(message) from error
         except TrainingInterruptedError:
             workspace.write_status(_status("interrupted", trainer))
             raise
@@ -164,6 +173,22 @@ def _train(
     if missing:
         raise AssertionError(f"the training ended without writing {', '.join(missing)}")
     workspace.path(ROLLING_STATE).unlink(missing_ok=True)
+
+
+def _without_effect(recipe: Recipe, device: torch.device) -> list[str]:
+    """Settings that ask for something that this training does not do."""
+    runtime = recipe.runtime
+    settings = [
+        (f"runtime.sdpa_backend: {runtime.sdpa_backend}", runtime.sdpa_backend != "auto"),
+        (f"runtime.attention_backend: {runtime.attention_backend}", runtime.attention_backend != "sdpa"),
+    ]
+    if device.type != "cuda":
+        settings += [
+            ("runtime.amp on a CPU", runtime.amp),
+            ("runtime.compile on a CPU", runtime.compile),
+            ("runtime.fused_optimizer on a CPU", runtime.fused_optimizer),
+        ]
+    return [text for text, asked in settings if asked]
 
 
 def _status(status: str, trainer: Trainer) -> dict[str, Any]:
