@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from hvpflow.errors import HvpflowError
 from hvpflow.files import sha256_file, write_text
 from hvpflow.runs.arena import average, pack
-from hvpflow.runs.checkpoints import weights_hash, write_safetensors
+from hvpflow.runs.checkpoints import read_checkpoint, weights_hash, write_safetensors
 from hvpflow.runs.packed_format import WorkerState, arena_model, arena_optimizer
 from hvpflow.runs.pt_files import write_pt
 from hvpflow.runs.recipe import Recipe, recipe_from_mapping
@@ -20,6 +22,7 @@ from hvpflow.runs.state_format import PACKED, PACKED_EPOCH, TrainingState, write
 
 WORKERS = 4
 Weights = dict[str, Tensor]
+Change = Callable[[dict[str, Any]], object]
 
 
 def small_mapping(*, packed: bool = False) -> dict[str, Any]:
@@ -149,3 +152,42 @@ def rewrite_root(run: Run, state: TrainingState, name: str, change: Callable[[di
     content = state.to_dict()
     change(content)
     write_pt(run.directory / name, content)
+
+
+def refuse(run: Run, name: str, message: str, *, workers: bool = True) -> str:
+    with pytest.raises(HvpflowError, match=message) as caught:
+        read_checkpoint(run, name, workers=workers)
+    return str(caught.value)
+
+
+def wrong_tensors(case: str, weights: dict[str, torch.Tensor]) -> None:
+    q, norm = "blocks.0.attention.q_proj.weight", "norm.weight"
+    match case:
+        case "missing":
+            del weights[q]
+        case "extra":
+            weights["blocks.1.ffn_norm.weight"] = torch.zeros(8)
+        case "misshaped":
+            weights[q] = torch.zeros(8, 9)
+        case "transposed":
+            weights["blocks.0.ffn.down_proj.weight"] = weights["blocks.0.ffn.down_proj.weight"].T.contiguous()
+        case "double":
+            weights[norm] = weights[norm].double()
+        case "half":
+            weights[norm] = weights[norm].half()
+        case "nan":
+            weights[q][3, 4] = float("nan")
+        case "infinite":
+            weights[norm][-1] = float("-inf")
+
+
+WRONG = [
+    ("missing", "lacks the tensor 'blocks.0.attention.q_proj.weight'"),
+    ("extra", "holds the tensor 'blocks.1.ffn_norm.weight'"),
+    ("misshaped", r"'blocks.0.attention.q_proj.weight' has shape \(8, 9\), expected \(8, 8\)"),
+    ("transposed", r"'blocks.0.ffn.down_proj.weight' has shape \(12, 8\), expected \(8, 12\)"),
+    ("double", "'norm.weight' has type .*64, expected .*32"),
+    ("half", "'norm.weight' has type .*16, expected .*32"),
+    ("nan", r"'blocks.0.attention.q_proj.weight' holds 1 non-finite value"),
+    ("infinite", "'norm.weight' holds 1 non-finite value"),
+]

@@ -58,7 +58,9 @@ def _check_archive(path: Path) -> None:
             records = archive.infolist()
             compressed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
             if compressed or sum(record.file_size for record in records) > path.stat().st_size:
-                raise HvpflowError(f"{path} holds compressed records, which torch.save never writes: it is refused")
+                raise HvpflowError(
+                    f"{path} holds compressed or overlapping records, which torch.save never writes: it is refused"
+                )
             damaged = archive.testzip()
     except HvpflowError:
         raise
