@@ -98,7 +98,13 @@ def test_vectors_come_back_or_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="other tensors"):
         load_vector(path, {"a": vector["a"]})
     content = path.read_bytes()
-    for damaged in (content[:-1], content[:-1] + bytes([content[-1] ^ 1]), content[: len(content) // 2], b"", b"\xff" * 9):
+    for damaged in (
+        content[:-1],
+        content[:-1] + bytes([content[-1] ^ 1]),
+        content[: len(content) // 2],
+        b"",
+        b"\xff" * 9,
+    ):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"vector\.safetensors"):
             load_vector(path, vector)
