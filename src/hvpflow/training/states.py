@@ -20,11 +20,13 @@ from hvpflow.runs.pt_files import load_pt, write_pt
 from hvpflow.runs.recipe import Recipe
 from hvpflow.runs.run import checkpoint_epoch
 from hvpflow.runs.safetensors_files import write_safetensors
-from hvpflow.runs.state_format import TrainingState, write_training_state
+from hvpflow.runs.state_format import PACKED_EPOCH, TrainingState, write_training_state
 from hvpflow.runs.weights import weights_hash
 from hvpflow.training.learner import Learner, SingleLearner
 from hvpflow.training.loop import Position
 from hvpflow.training.metrics import Interval
+from hvpflow.training.packed import PackedLearner
+from hvpflow.training.packed_states import read_packed_epoch, worker_file, write_packed_epoch
 from hvpflow.training.workspace import ROLLING_STATE, Workspace
 
 _ROLLING_VERSION = 1
@@ -123,16 +125,31 @@ class Saver:
         write_training_state(self.workspace.path(f"{stem}.pt"), self.state(position))
 
 
+class PackedSaver(Saver):
+    """Writes the states and exports of a packed run: each worker's beside the root's, the root's last."""
+
+    learner: PackedLearner
+
+    def _export_weights(self, stem: str, position: Position) -> None:
+        for worker, weights in enumerate(self.learner.workers()):
+            self.export(worker_file(worker, f"{stem}.safetensors"), weights, position)
+        super()._export_weights(stem, position)
+
+    def _export_state(self, stem: str, position: Position) -> None:
+        write_packed_epoch(self.workspace.directory, stem, self.state(position), self.learner.shapes)
+
+
 def make_learner(recipe: Recipe, device: torch.device) -> Learner:
     """A freshly initialised learner for the recipe's kind of run."""
-    return SingleLearner(recipe, device)
+    return SingleLearner(recipe, device) if recipe.decentralized is None else PackedLearner(recipe, device)
 
 
 def make_saver(
     recipe: Recipe, workspace: Workspace, learner: Learner, loader: Mapping[str, Any], retained: list[str]
 ) -> Saver:
     """What writes the files of the recipe's kind of run."""
-    return Saver(recipe, workspace, learner, loader, retained)
+    kind = PackedSaver if isinstance(learner, PackedLearner) else Saver
+    return kind(recipe, workspace, learner, loader, retained)
 
 
 def resume(
@@ -143,12 +160,13 @@ def resume(
     Of a training whose retention was widened after it had passed an epoch, that is the newest state before the
     epoch: it is trained again from there.
     """
-    absent = [epoch for name in workspace.missing(retained) if (epoch := checkpoint_epoch(name)) is not None]
+    names = [name.rsplit("/", 1)[-1] for name in workspace.missing(retained)]
+    absent = [epoch for name in names if (epoch := checkpoint_epoch(name)) is not None]
     limit = min(absent) - 1 if absent else recipe.num_epochs
     found: tuple[Position, TrainingState] | None = None
     for name in _state_names(workspace, limit):
         try:
-            position, state = _read(workspace, name)
+            position, state = _read(workspace, name, recipe)
         except HvpflowError as error:
             progress(f"not continuing from {name}: {error}")
             continue
@@ -181,7 +199,7 @@ def _state_names(workspace: Workspace, limit: int) -> list[str]:
     return [ROLLING_STATE, *names] if workspace.path(ROLLING_STATE).exists() else names
 
 
-def _read(workspace: Workspace, name: str) -> tuple[Position, TrainingState]:
+def _read(workspace: Workspace, name: str, recipe: Recipe) -> tuple[Position, TrainingState]:
     path = workspace.path(name)
     content = load_pt(path)
     rolling = name == ROLLING_STATE
@@ -190,6 +208,8 @@ def _read(workspace: Workspace, name: str) -> tuple[Position, TrainingState]:
     state = TrainingState.from_dict(content["state"] if rolling else content, str(path))
     if state.recipe_identity != workspace.identity:
         raise HvpflowError(f"{path} belongs to another recipe")
+    if state.version == PACKED_EPOCH:
+        state = read_packed_epoch(state, workspace.directory, path.stem, recipe.model.parameter_shapes())
     position = position_of(state)
     if rolling:
         position.interval = Interval(**content["interval"])
