@@ -148,6 +148,10 @@ class PackedLearner:
         check_arena_optimizer(optimizer, self.shapes, self.num_workers, state.step, where)
         with torch.no_grad():
             self.arena.copy_(model["parameter_storage"])
+        try:
+            set_rate(self.optimizer, float(optimizer["workers"][0]["groups"][0]["lr"]))
+        except (KeyError, TypeError) as error:
+            raise HvpflowError(f"{where} lacks the learning rate of its optimizer") from error
         fused = self.optimizer.param_groups[0]["fused"]
         self.optimizer.state[self.arena] = {
             "step": torch.tensor(float(state.step), device=self._device if fused else "cpu"),
