@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -211,3 +212,31 @@ def test_finished_work_of_another_machine_is_used_and_said(
     assert counter.take() == (CHECK + 2 * BATCHES, 0)  # [n0 n1] [n2 r0] [r1 r2] [r3 -]
     assert more["policy"] == few["policy"]
     assert [policy["threads"] for policy in more["other_policies"]] == [64]
+
+
+def test_no_tensor_outlives_its_batch(
+    tiny: tuple[Run, TokenCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[int] = []
+    make_engine = session.make_engine
+
+    def counting(*arguments: Any, **options: Any) -> Callable[..., Any]:
+        engine = make_engine(*arguments, **options)
+
+        def count_and_call(*inputs: Any) -> Any:
+            gc.collect()
+            alive.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+            return engine(*inputs)
+
+        return count_and_call
+
+    monkeypatch.setattr(session, "make_engine", counting)
+    gc.freeze()  # what was there before is not looked at
+    try:
+        measure(*tiny, tmp_path / "store", noise_samples=3, random_samples=1, hvp_batch_size=1, directions_per_pass=2)
+    finally:
+        gc.unfreeze()
+    passes = alive[CHECK:]
+    assert len(passes) == 2 * 12
+    assert max(passes[2:12]) == min(passes[2:12])
+    assert max(passes[12:]) <= max(passes[:12])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 from typing import Any, Literal
 
@@ -73,12 +74,14 @@ def configure(device: torch.device, settings: MeasureSettings) -> dict[str, Any]
     effective = settings.tf32 and settings.dtype == "float32" and tf32_supported(device)
     torch.set_float32_matmul_precision("high" if effective else "highest")
     if device.type == "cuda":
+        if device.index is not None:
+            torch.cuda.set_device(device)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return {
         "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device_name": _device_name(device),
         "dtype": settings.dtype,
         "tf32_requested": settings.tf32,
         "tf32_supported": tf32_supported(device),
@@ -91,3 +94,10 @@ def configure(device: torch.device, settings: MeasureSettings) -> dict[str, Any]
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
+
+
+def _device_name(device: torch.device) -> str:
+    """The GPU's model, or the instruction set that a CPU's kernels are chosen by."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

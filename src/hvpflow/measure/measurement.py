@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,8 +15,9 @@ from hvpflow.data.epochs import Case, analysis_epoch, check_random_streams, choo
 from hvpflow.errors import HvpflowError
 from hvpflow.interruption import stop_on_signal
 from hvpflow.measure.batches import EpochReader
-from hvpflow.measure.device import choose_device, configure
+from hvpflow.measure.device import configure
 from hvpflow.measure.finished import FinishedWork
+from hvpflow.measure.lease import lease_device
 from hvpflow.measure.random import check_rademacher_stream
 from hvpflow.measure.records import (
     SCHEMA_VERSION,
@@ -33,7 +35,7 @@ from hvpflow.measure.settings import DEFAULT_DIRECTIONS_PER_PASS, MeasureSetting
 from hvpflow.measure.stacks import Direction, case_directions, cut_shard, cut_stacks
 from hvpflow.measure.store import Store
 from hvpflow.measure.worker import Worker
-from hvpflow.runs.checkpoints import read_checkpoint, result_key, weights_hash
+from hvpflow.runs.checkpoints import Checkpoint, read_checkpoint, result_key, weights_hash
 from hvpflow.runs.run import Run
 from hvpflow.typed import to_mapping
 
@@ -62,6 +64,7 @@ def measure_shard(
 
     Args:
         inspect_record: what ``inspect`` found in the checkpoint; None skips the comparison.
+        device: as ``choose_device`` takes; where several GPUs would do, one that no other worker has.
         progress: takes lines for the log.
         save_seconds: time between two savings of partial sums.
 
@@ -70,47 +73,36 @@ def measure_shard(
         Interrupted: SIGTERM or SIGINT came; what was computed is saved, and the same call continues.
     """
     started = time.monotonic()
-    chosen = choose_device(device)
     check_random_streams()
     check_rademacher_stream()
     store.report = progress
-    epoch = analysis_epoch(run.recipe.sampling(), cache, case)
-    consensus = run.recipe.decentralized is not None and settings.consensus
-    checkpoint = read_checkpoint(run, checkpoint_name, workers=consensus)
-    states = checkpoint.workers if consensus else None
-    worker_hashes = [weights_hash(state) for state in states] if states is not None else None
-    average_hash = weights_hash(checkpoint.weights)
-    hashes = {"weights_hash": average_hash, "result_key": result_key(average_hash, worker_hashes)}
     label = f"{checkpoint_name} ({case})"
-    if inspect_record is not None:
-        _check_unchanged(hashes, inspect_record, label)
-
-    chosen_noise = choose_noise_samples(epoch.num_noise_samples, settings.noise_samples, settings.seed)
-    noise_indices = [int(index) for index in chosen_noise]
-    everything = case_directions(noise_indices, settings.random_samples, len(worker_hashes or ()))
+    epoch = analysis_epoch(run.recipe.sampling(), cache, case)
+    state = _read_state(run, checkpoint_name, settings, inspect_record, label)
+    context = context_identity(settings, run.recipe, weights_hash=state.weights_hash, data=epoch.identity)
+    finished = FinishedWork(
+        context=store.context(context), epoch=epoch, seed=settings.seed, worker_hashes=state.worker_hashes
+    )
+    noise_indices = choose_noise_samples(epoch.num_noise_samples, settings.noise_samples, settings.seed).tolist()
+    everything = case_directions(noise_indices, settings.random_samples, len(state.worker_hashes or ()))
     mine = cut_shard(everything, shard, num_shards)
     per_pass = settings.directions_per_pass
     stacks = cut_stacks(mine, DEFAULT_DIRECTIONS_PER_PASS if per_pass == "auto" else per_pass)
-
-    identity = context_identity(settings, run.recipe, weights_hash=average_hash, data=epoch.identity)
-    finished = FinishedWork(
-        context=store.context(identity), epoch=epoch, seed=settings.seed, worker_hashes=worker_hashes
-    )
-    session = Session(
-        recipe=run.recipe,
-        checkpoint=checkpoint,
-        settings=settings,
-        reader=EpochReader(epoch=epoch, split=cache.split("train"), device=chosen),
-        policy=configure(chosen, settings),
-        label=label,
-        cache=cache,
-    )
-    session.policy.update(
-        micro_batch_size=session.micro_batch_size,
-        hvp_batch_size=session.hvp_batch_size,
-        directions_per_pass=len(stacks[0]) if stacks else 0,
-    )
-    with stop_on_signal() as stop:
+    with lease_device(device, progress) as leased, stop_on_signal() as stop:
+        session = Session(
+            recipe=run.recipe,
+            checkpoint=state.checkpoint,
+            settings=settings,
+            reader=EpochReader(epoch=epoch, split=cache.split("train"), device=leased),
+            policy=configure(leased, settings),
+            label=label,
+            cache=cache,
+        )
+        session.policy.update(
+            micro_batch_size=session.micro_batch_size,
+            hvp_batch_size=session.hvp_batch_size,
+            directions_per_pass=len(stacks[0]) if stacks else 0,
+        )
         worker = Worker(session=session, finished=finished, stop=stop, report=progress, save_seconds=save_seconds)
         mean = worker.mean_gradient(mine)
         engine_check = worker.engine_check(mine)
@@ -123,12 +115,18 @@ def measure_shard(
     return {
         "schema_version": SCHEMA_VERSION,
         "identity": record_identity(
-            settings, run.recipe, **hashes, data=epoch.identity, shard=shard, num_shards=num_shards
+            settings,
+            run.recipe,
+            weights_hash=state.weights_hash,
+            result_key=state.result_key,
+            data=epoch.identity,
+            shard=shard,
+            num_shards=num_shards,
         ),
         "settings": to_mapping(settings),
         "checkpoint": checkpoint_name,
-        "weights_hash": hashes["weights_hash"],
-        "result_key": hashes["result_key"],
+        "weights_hash": state.weights_hash,
+        "result_key": state.result_key,
         "case": case,
         "data": epoch.identity,
         "shard": shard,
@@ -137,7 +135,7 @@ def measure_shard(
         "mean_gradient": mean_gradient_row(mean),
         "noise": rows["noise"],
         "random": rows["random"],
-        "consensus": rows["consensus"] if consensus else None,
+        "consensus": rows["consensus"] if state.worker_hashes is not None else None,
         "policy": rows["policy"],
         "other_policies": rows["other_policies"],
         "engine_check": engine_check,
@@ -145,13 +143,34 @@ def measure_shard(
     }
 
 
-def _check_unchanged(found: Mapping[str, str], inspect_record: Mapping[str, Any], label: str) -> None:
-    for key, value in found.items():
-        if inspect_record.get(key) != value:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _State:
+    """The checkpoint, and what identifies it."""
+
+    checkpoint: Checkpoint
+    weights_hash: str
+    worker_hashes: list[str] | None
+    """Of the workers whose consensus errors are measured; None where none are."""
+    result_key: str
+
+
+def _read_state(
+    run: Run, name: str, settings: MeasureSettings, inspect_record: Mapping[str, Any] | None, label: str
+) -> _State:
+    consensus = run.recipe.decentralized is not None and settings.consensus
+    checkpoint = read_checkpoint(run, name, workers=consensus)
+    average_hash, worker_hashes = weights_hash(checkpoint.weights), None
+    if consensus and checkpoint.workers is not None:
+        worker_hashes = [weights_hash(worker) for worker in checkpoint.workers]
+    key = result_key(average_hash, worker_hashes)
+    for field, found in (("weights_hash", average_hash), ("result_key", key)):
+        inspected = None if inspect_record is None else str(inspect_record.get(field))
+        if inspected not in (None, found):
             raise HvpflowError(
-                f"{label}: the checkpoint changed after it was inspected ({key} is {value[:12]}…, inspected "
-                f"{str(inspect_record.get(key))[:12]}…); repeat the command to have it inspected again"
+                f"{label}: the checkpoint changed after it was inspected ({field} is {found[:12]}…, inspected "
+                f"{str(inspected)[:12]}…); repeat the command to have it inspected again"
             )
+    return _State(checkpoint=checkpoint, weights_hash=average_hash, worker_hashes=worker_hashes, result_key=key)
 
 
 def _rows(entries: Mapping[Direction, dict[str, Any]], session: Session) -> dict[str, Any]:
