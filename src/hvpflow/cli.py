@@ -18,8 +18,8 @@ EPILOG = "Settings of every command are keys of a YAML configuration too; see co
 class Parser(argparse.ArgumentParser):
     """A parser whose refusal of an unknown option names the nearest known one."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, allow_abbrev=False, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         hint = ""
@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = Parser(prog="hvpflow", description="Curvature of a language model's loss along its training.", epilog=EPILOG)
+    parser = Parser(
+        prog="hvpflow", description="Curvature of a language model's loss along its training.", epilog=EPILOG
+    )
     parser.add_argument("--version", action="version", version=f"hvpflow {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True, parser_class=Parser)
 
@@ -59,7 +61,12 @@ def make_parser() -> argparse.ArgumentParser:
         command = _command(commands, name, work, help_text)
         command.add_argument("--config", type=Path, required=True, help="a configuration or a recipe, YAML")
         command.add_argument(
-            "--set", dest="overrides", action="append", default=[], metavar="dotted.key=value", help="override one setting"
+            "--set",
+            dest="overrides",
+            action="append",
+            default=[],
+            metavar="dotted.key=value",
+            help="override one setting",
         )
         command.add_argument("--threads", type=_positive, help="CPU threads (default: every CPU)")
         if name == "evaluate":
@@ -111,9 +118,9 @@ def _add_analysis_options(command: argparse.ArgumentParser) -> None:
 
 
 ANALYSIS_OPTIONS = (
-    "data_case noise_samples random_samples seed device dtype amp hvp_batch_size directions_per_pass engine shards tf32 "
-    "compile_hvp consensus plots"
-).split()
+    *("data_case", "noise_samples", "random_samples", "seed", "device", "dtype", "amp", "hvp_batch_size", "engine"),
+    *("directions_per_pass", "shards", "tf32", "compile_hvp", "consensus", "plots"),
+)
 
 
 def _analyze(arguments: argparse.Namespace, say: Any) -> None:

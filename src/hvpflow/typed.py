@@ -18,7 +18,7 @@ def build(cls: type[T], mapping: Any, where: str = "") -> T:
     """Build the dataclass ``cls`` from ``mapping``; nested dataclasses from nested mappings.
 
     Args:
-        cls: a dataclass whose annotations use bool, int, float, str, None, Literal, tuple[X, ...], unions and dataclasses.
+        cls: a dataclass; annotations: bool, int, float, str, None, Literal, tuple[X, ...], unions and dataclasses.
         mapping: plain YAML data.
         where: dotted name of the mapping, for messages.
 
@@ -34,7 +34,9 @@ def build(cls: type[T], mapping: Any, where: str = "") -> T:
     for key, value in mapping.items():
         if key not in fields:
             place = f" in {where}" if where else ""
-            raise HvpflowError(f"unknown key {str(key)!r}{place}{nearest(str(key), fields)}; known: {', '.join(fields)}")
+            raise HvpflowError(
+                f"unknown key {str(key)!r}{place}{nearest(str(key), fields)}; known: {', '.join(fields)}"
+            )
         values[key] = convert(hints[key], value, f"{where}.{key}" if where else str(key))
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = (
+TEXT = (
     "the gradient of a loss points where curvature bends and noise wanders along sharp valleys while flat directions "
     "stay quiet until training ends and every token has been seen once or never before by this small model"
-).split()
+)
 
 
 def tiny_mapping() -> dict[str, Any]:
@@ -72,7 +72,7 @@ def write_text_files(directory: Path) -> None:
     draw = random.Random(7)
     directory.mkdir(parents=True)
     for number in range(8):
-        lines = [" ".join(draw.choices(WORDS, k=12)) + "." for _ in range(120)]
+        lines = [" ".join(draw.choices(TEXT.split(), k=12)) + "." for _ in range(120)]
         (directory / f"{number}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -28,7 +28,9 @@ def scalars(path: Path) -> Any:
 
     def strip(value: Any) -> Any:
         if isinstance(value, dict):
-            return {k: strip(v) for k, v in value.items() if not k.endswith("seconds") and k not in ("timing", "reused")}
+            return {
+                k: strip(v) for k, v in value.items() if not k.endswith("seconds") and k not in ("timing", "reused")
+            }
         return [strip(item) for item in value] if isinstance(value, list) else value
 
     return strip(json.loads(path.read_text(encoding="utf-8")))
@@ -47,9 +49,7 @@ def test_finished_analysis_is_published_and_nothing_is_pending(workplace):
     results = workplace.directory / "results"
     rows = read_summary(results)
     assert [(row["checkpoint"], row["case"]) for row in rows] == [
-        (name, case)
-        for name in ("epoch-001.safetensors", "epoch-004.pt", "final.pt")
-        for case in ("seen", "unseen")
+        (name, case) for name in ("epoch-001.safetensors", "epoch-004.pt", "final.pt") for case in ("seen", "unseen")
     ]
     assert rows[2]["weights_hash"] == rows[4]["weights_hash"] != rows[0]["weights_hash"]
     assert rows[2]["noise_alignment"] == rows[4]["noise_alignment"]

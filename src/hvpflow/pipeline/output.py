@@ -54,8 +54,8 @@ def check_owner(plan: Plan) -> None:
         return
     if same_place:
         raise HvpflowError(
-            f"{plan.run_directory / 'resolved.yaml'} changed since {plan.output} was begun: its model, data or training "
-            "section differs. Restore it, or choose a new output directory"
+            f"{plan.run_directory / 'resolved.yaml'} changed since {plan.output} was begun: its model, data or "
+            "training section differs. Restore it, or choose a new output directory"
         )
     raise HvpflowError(
         f"{plan.output} holds the analysis of another run, {owner.get('run')}; choose a new output directory for "

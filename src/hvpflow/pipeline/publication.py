@@ -53,7 +53,9 @@ def draw(config: Config, output: Path, *, training_norms: bool) -> list[Path]:
     """
     manifest = output / "manifest.json"
     if not manifest.is_file():
-        raise HvpflowError(f"{output} has no manifest.json yet: finish the analysis first (hvpflow status says how far it is)")
+        raise HvpflowError(
+            f"{output} has no manifest.json yet: finish the analysis first (hvpflow status says how far it is)"
+        )
     norms = read_training_norms(config.run_directory) if training_norms else None
     return draw_figures(read_rows(manifest), output, training_norms=norms)
 

@@ -21,13 +21,15 @@ from hvpflow.measure.settings import MeasureSettings
 from hvpflow.runs.recipe import SECTIONS, Recipe, recipe_from_mapping
 from hvpflow.typed import build, to_mapping
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnalysisSettings(MeasureSettings):
-    """Everything an analysis can be told. The numerical part is :class:`MeasureSettings`."""
+    """What is measured, at which checkpoints, and where it runs."""
 
     checkpoints: Literal["all"] | tuple[str, ...] = "all"
     """File names of checkpoints in the run directory, or ``all``."""
     data_case: Literal["seen", "unseen", "both"] = "both"
+    """``seen``: an exact replay of epoch 1; ``unseen``: one epoch past everything training could have drawn."""
     shards: int = 1
     """Jobs that each (checkpoint, case)'s directions are split over."""
     device: str = "auto"
@@ -37,6 +39,7 @@ class AnalysisSettings(MeasureSettings):
     cache_dir: str | None = None
     """The token cache, where it is not the one that ``resolved.yaml`` names."""
     plots: bool = True
+    """Draw the figures."""
     training_norms: bool = False
     """Draw the gradient norms logged in training beside the measured ones."""
 
@@ -70,9 +73,12 @@ class Config:
     """One validated configuration. Paths are as written: relative ones count from the current directory."""
 
     run: str | None = None
+    """Run directory. Alone: an existing run. With a recipe: where to train, in place of runtime.output_dir."""
     recipe: str | None = None
+    """A preset of config/recipes (demo, 20m, 50m, 90m, packed-…) or a YAML file of the sections below."""
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
     output: str = "results"
+    """Directory of everything that an analysis writes."""
     analysis: AnalysisSettings = field(default_factory=AnalysisSettings)
     training_recipe: Recipe | None = None
     """The recipe that the workflow trains; None where it analyses an existing run."""
@@ -131,7 +137,13 @@ def config_from_mapping(mapping: Mapping[str, Any], *, base: Path | None = None)
     for key in preset:
         if key not in SECTIONS:
             raise HvpflowError(f"unknown section {str(key)!r} in recipe {config.recipe}{nearest(key, SECTIONS)}")
-    return dataclasses.replace(config, training_recipe=recipe_from_mapping(merge(preset, sections)))
+    recipe = recipe_from_mapping(merge(preset, sections))
+    if recipe.generation == "old":
+        raise HvpflowError(
+            "the recipe has data.buffer_size_mib, the old order of sequences, which is analysed but no longer trained; "
+            "replace it by data.shuffle_group_size"
+        )
+    return dataclasses.replace(config, training_recipe=recipe)
 
 
 def find_recipe(name: str, base: Path | None = None) -> Path:

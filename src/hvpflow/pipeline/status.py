@@ -24,7 +24,8 @@ def status_lines(plan: Plan) -> list[str]:
     if not pending:
         left = "none"
     elif seconds:
-        left = f"about {duration(pending * sum(seconds) / len(seconds))} of one worker, at {duration(sum(seconds) / len(seconds))} a job"
+        mean = sum(seconds) / len(seconds)
+        left = f"about {duration(pending * mean)} of one worker, at {duration(mean)} a job"
     else:
         left = "unknown until the first job has finished"
     return [
@@ -34,7 +35,7 @@ def status_lines(plan: Plan) -> list[str]:
         f"samples        {sum(path.is_file() for path in samples)} of {len(samples)} published",
         f"figures        {sum(path.is_file() for path in published)} of {len(published)} files published",
         f"time left      {left}",
-        f"disk used      {size(disk_bytes(plan.output))}, of which {size(disk_bytes(plan.output / 'store'))} in the store",
+        f"disk used      {size(disk_bytes(plan.output))}, {size(disk_bytes(plan.output / 'store'))} of it in the store",
     ]
 
 

@@ -25,11 +25,10 @@ Progress = Callable[[str], None]
 def prepare(config: Config, arguments: argparse.Namespace, progress: Progress) -> None:
     """Make the token cache."""
     from hvpflow.data.prepare import prepare_cache
-    from hvpflow.pipeline.preparation import preparation_request, trained_recipe
+    from hvpflow.pipeline.preparation import preparation_request
 
-    directory = cache_directory(config)
-    workers = threads_of(config, arguments) or trained_recipe(config).data.prepare_workers
-    prepare_cache(preparation_request(config), directory, num_workers=workers, progress=progress)
+    workers = threads_of(config, arguments)
+    prepare_cache(preparation_request(config), cache_directory(config), num_workers=workers, progress=progress)
 
 
 def train(config: Config, arguments: argparse.Namespace, progress: Progress) -> None:
@@ -127,7 +126,7 @@ def check_aliases(plan: Plan, checkpoint: str) -> dict[str, Any]:
 def threads_of(config: Config, arguments: argparse.Namespace) -> int:
     """CPU threads for this process: what was granted, or with the machine to itself what ``cpu_threads`` says."""
     if not arguments.alone or "SLURM_JOB_ID" in os.environ:
-        return arguments.threads
+        return arguments.threads or usable_cpus()
     wanted = config.analysis.cpu_threads
     return usable_cpus() if wanted == "auto" else wanted
 

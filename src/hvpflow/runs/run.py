@@ -112,10 +112,9 @@ def find_cache(run: Run, override: Path | None = None) -> Path:
     for place in places:
         if (place / "manifest.json").is_file():
             return place
-    tried = "".join(f"\n  {place}" for place in places)
     raise HvpflowError(
-        f"no token cache (a directory with manifest.json) for {run.directory}; looked in{tried}\n"
-        "prepare it with `hvpflow prepare`, or name it with --cache-dir"
+        f"no token cache (a directory with manifest.json) for {run.directory}: looked in "
+        f"{', '.join(str(place) for place in places)}; prepare it with `hvpflow prepare`, or name it with --cache-dir"
     )
 
 
