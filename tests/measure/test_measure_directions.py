@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvpflow.errors import HvpflowError
@@ -18,6 +18,7 @@ from hvpflow.measure.vectors import squared_norm, vector_hash
 SHAPES = {"a": (3, 5), "b": (7,), "c": (2, 2, 40)}
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), index=st.integers(0, 100))
 def test_signs_are_the_low_bits_of_a_mersenne_twister(seed: int, index: int) -> None:
     drawn = rademacher(SHAPES, seed=seed, index=index, dtype=torch.float32)
@@ -64,6 +65,7 @@ def test_hashes_see_names_types_shapes_and_bits() -> None:
     assert vector_hash(dict(reversed(base.items()))) == vector_hash(base)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 9), st.integers(1, 12))
 def test_shards_cut_the_directions_in_order(noise: int, randoms: int, workers: int, num_shards: int) -> None:
     directions = case_directions(range(0, 2 * noise, 2), randoms, workers)
@@ -81,6 +83,7 @@ def test_a_shard_that_does_not_exist_is_refused(shard: int) -> None:
         cut_shard(case_directions([0], 1, 0), shard, 2)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 60), st.integers(1, 20))
 def test_stacks_are_equal_and_as_few_as_possible(count: int, per_pass: int) -> None:
     directions = case_directions([], count, 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvpflow.errors import HvpflowError
@@ -38,6 +38,7 @@ def test_an_entry_moved_to_another_context_is_not_believed(tmp_path: Path) -> No
     assert other.get("entry", KEY) is None
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_no_damage_yields_another_value(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:

@@ -68,7 +68,7 @@ class Context:
             return None
         except OSError as error:
             raise HvpflowError(f"cannot read {path}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             intact = False
         if not intact:
             self._store.report_damage(path)
