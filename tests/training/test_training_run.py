@@ -132,6 +132,21 @@ def test_published_files(cache: TokenCache, finished: Path) -> None:
     assert "validation loss" in (finished / "run.log").read_text()
 
 
+def test_auto_settings_are_resolved(cache: TokenCache, tmp_path: Path) -> None:
+    runtime = {"device": "auto", "cpu_threads": "auto"}
+    train_run(make_recipe(runtime=runtime, training={"checkpoint_policy": "final"}), cache, tmp_path / "run")
+    resolved = load_recipe(tmp_path / "run" / "resolved.yaml").runtime
+    assert resolved.device in ("cpu", "cuda:0")
+    assert resolved.cpu_threads == torch.get_num_threads()
+
+
+def test_narrower_retention_keeps_what_is_published(cache: TokenCache, finished: Path, tmp_path: Path) -> None:
+    run = copied(finished, tmp_path)
+    train_run(make_recipe(training={"checkpoint_policy": "final"}), cache, run)
+    assert open_run(run).checkpoints() == open_run(finished).checkpoints()
+    assert load_recipe(run / "resolved.yaml").training.checkpoint_policy == "final"
+
+
 def test_weights_are_links_to_the_private_files(finished: Path) -> None:
     for name in ("epoch-001.safetensors", "epoch-003.pt", "final.pt"):
         assert (finished / name).samefile(finished / ".training" / name)

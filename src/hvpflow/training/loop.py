@@ -27,7 +27,7 @@ from hvpflow.training.schedule import make_schedule
 from hvpflow.training.validation import validate, validation_complete
 
 _SAVE_SECONDS = 30.0
-"""At most this much training is lost to a crash."""
+"""At most this much training is lost to a crash (or twenty times what saving a large model's state takes)."""
 _REPORT_SECONDS = 5.0
 
 
@@ -99,6 +99,7 @@ class Trainer:
         self._directory = directory
         self._stop, self._progress = stop, progress
         self._began = self._saved = self._reported = time.monotonic()
+        self._save_took = 0.0
         self._first_cursor = self.position.cursor
 
     def run(self) -> dict[str, Any]:
@@ -113,7 +114,7 @@ class Trainer:
             while self.position.cursor < self._boundaries[epoch - 1]:
                 self._step(epoch)
                 self._stop_if_asked()
-                if time.monotonic() - self._saved >= _SAVE_SECONDS:
+                if time.monotonic() - self._saved >= max(_SAVE_SECONDS, 20 * self._save_took):
                     self._save()
             self._end_epoch(epoch)
         return self._finish()
@@ -221,8 +222,10 @@ class Trainer:
     def _check_finite(self, update: Update, step: int, epoch: int, rate: float) -> None:
         if math.isfinite(update.loss) and math.isfinite(update.gradient_norm):
             return
-        what = f"loss became {update.loss}" if not math.isfinite(update.loss) else "gradient's norm became infinite"
-        raise HvpflowError(f"the {what} at step {step} (epoch {epoch}, learning rate {rate:.3g}); {self._remedy()}")
+        raise HvpflowError(
+            f"the loss became {update.loss:.6g} and its gradient's norm {update.gradient_norm:.6g} at step {step} "
+            f"(epoch {epoch}, learning rate {rate:.3g}); {self._remedy()}"
+        )
 
     def _remedy(self) -> str:
         return (
@@ -241,8 +244,10 @@ class Trainer:
         )
 
     def _save(self) -> None:
+        began = time.monotonic()
         self.saver.save_rolling(self.position)
         self._saved = time.monotonic()
+        self._save_took = self._saved - began
 
     def _write_best(self) -> None:
         name = f"epoch-{self.position.best_epoch:03d}.safetensors"

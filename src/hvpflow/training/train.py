@@ -17,7 +17,7 @@ from hvpflow.errors import HvpflowError
 from hvpflow.files import write_json, write_text
 from hvpflow.models.llama import Llama
 from hvpflow.runs.checkpoints import read_checkpoint
-from hvpflow.runs.recipe import Recipe, check_cache_matches, recipe_identity, retained_files
+from hvpflow.runs.recipe import Recipe, check_cache_matches, load_recipe, recipe_identity, retained_files
 from hvpflow.runs.run import Run
 from hvpflow.training.interrupt import catch_signals
 from hvpflow.training.loop import Trainer, TrainingInterruptedError
@@ -48,18 +48,20 @@ def train_run(
             training diverged.
     """
     check_cache_matches(recipe, cache)
-    recipe = resolved(recipe, cache)
     device = choose_device(recipe.runtime.device)
+    recipe = resolved(recipe, cache, device)
     _check_feasible(recipe, cache)
     retained = retained_files(recipe)
     with claim(directory, recipe_identity(recipe, cache.identity), progress) as workspace:
-        # Retention and the machine may change without making it another training.
-        write_text(workspace.path("resolved.yaml"), recipe.to_yaml())
+        path = workspace.path("resolved.yaml")
         if not workspace.is_complete(retained):
+            write_text(path, recipe.to_yaml())
             with _run_log(workspace.path("run.log"), progress) as log:
                 _train(recipe, cache, workspace, retained, device, log)
         else:
             progress(f"{directory} is trained already")
+            if load_recipe(path).training != recipe.training:  # what to retain is no part of the identity
+                write_text(path, recipe.to_yaml())
         workspace.publish(retained)
 
 
@@ -84,13 +86,17 @@ def evaluate_checkpoint(
     return {"checkpoint": name, **metrics, **position}
 
 
-def resolved(recipe: Recipe, cache: TokenCache) -> Recipe:
-    """The recipe with the revisions that the cache was really made from."""
-    manifest = cache.manifest
+def resolved(recipe: Recipe, cache: TokenCache, device: torch.device) -> Recipe:
+    """The recipe with the revisions that the cache was really made from, and without ``auto``."""
+    manifest, runtime = cache.manifest, recipe.runtime
     data = replace(
         recipe.data, revision=manifest["dataset_revision"], tokenizer_revision=manifest["tokenizer_revision"]
     )
-    return replace(recipe, data=data)
+    if runtime.device == "auto":
+        runtime = replace(runtime, device=str(device))
+    if runtime.cpu_threads == "auto":
+        runtime = replace(runtime, cpu_threads=torch.get_num_threads())
+    return replace(recipe, data=data, runtime=runtime)
 
 
 def choose_device(name: str) -> torch.device:
@@ -100,7 +106,7 @@ def choose_device(name: str) -> torch.device:
         HvpflowError: CUDA is asked for but absent.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -207,15 +213,20 @@ def _run_log(path: Path, progress: Callable[[str], None]) -> Iterator[Callable[[
     """Pass lines on to ``progress`` and append them, with the time, to the run's log."""
     with path.open("a", encoding="utf-8") as handle:
 
+        def write(line: str) -> None:
+            # A full disk must not end a training whose states may still find room elsewhere in time.
+            with contextlib.suppress(OSError):
+                handle.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+                handle.flush()
+
         def log(line: str) -> None:
-            handle.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
-            handle.flush()
+            write(line)
             progress(line)
 
         try:
             yield log
         except Exception as error:
-            handle.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {type(error).__name__}: {error}\n")
+            write(f"{type(error).__name__}: {error}")
             raise
 
 
