@@ -32,6 +32,7 @@ class CorpusSettings:
     """Which text a token cache is made of."""
 
     source: Literal["python-stdlib", "files", "huggingface"] = "python-stdlib"
+    """``python-stdlib``: the sources of the running Python's library; ``files``; or ``huggingface``."""
     files: tuple[str, ...] = ()
     """Source ``files``: globs, relative to the current directory; ``**`` descends."""
     text_field: str = "text"
@@ -39,15 +40,16 @@ class CorpusSettings:
     subset: str | None = None
     """Source ``huggingface``: the dataset's configuration, such as a language."""
     split: str = "train"
+    """Source ``huggingface``: split to train on."""
     validation_split: str | None = None
     """Source ``huggingface``: split to validate on; without it, documents of ``split`` are held out."""
 
     def __post_init__(self) -> None:
         if self.source == "files" and not self.files:
-            raise HvpflowError("data.corpus.source is 'files', but data.corpus.files names none: give a list of globs")
+            raise HvpflowError("corpus.source is 'files', but corpus.files names none: give a list of globs")
         if self.validation_split is not None and self.validation_split == self.split:
             raise HvpflowError(
-                f"data.corpus.validation_split is {self.validation_split!r}, as is data.corpus.split: name another "
+                f"corpus.validation_split is {self.validation_split!r}, as is corpus.split: name another "
                 "split, or null to hold documents out"
             )
 
@@ -129,7 +131,7 @@ def _standard_library(revision: str) -> Corpus:
     if not texts:
         raise HvpflowError(
             f"this Python installation ships no sources of its standard library (looked for .py files in {directory}): "
-            "use another interpreter, or set data.corpus.source to 'files' and data.corpus.files to texts of your own"
+            "use another interpreter, or set corpus.source to 'files' and corpus.files to texts of your own"
         )
     digest = hashlib.sha256()
     for name, text in texts.items():
@@ -188,7 +190,7 @@ def _huggingface(settings: CorpusSettings, dataset: str, revision: str) -> Corpu
             if not isinstance(text, str):
                 raise HvpflowError(
                     f"dataset {dataset!r} has no text in field {settings.text_field!r}"
-                    f"{nearest(settings.text_field, row)}; its fields: {', '.join(row)}; set data.corpus.text_field"
+                    f"{nearest(settings.text_field, row)}; its fields: {', '.join(row)}; set corpus.text_field"
                 )
             yield well_formed(text)
 
@@ -226,7 +228,7 @@ def _cannot_load(dataset: str, split: str | None, revision: str, error: Exceptio
     part = f", split {split!r}" if split else ""
     return HvpflowError(
         f"cannot load the Hugging Face dataset {dataset!r}{part}, revision {revision!r}: {reason}; "
-        "check data.dataset, data.revision, data.corpus.subset and data.corpus.split, and the network"
+        "check data.dataset, data.revision, corpus.subset and corpus.split, and the network"
     )
 
 

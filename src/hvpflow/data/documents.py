@@ -35,7 +35,7 @@ def find_files(patterns: Sequence[str]) -> dict[str, Path]:
         files = [path for path in matches if path.is_file()]
         if not files:
             raise HvpflowError(
-                f"data.corpus.files: no file matches {pattern!r} (looked from {Path.cwd()}); "
+                f"corpus.files: no file matches {pattern!r} (looked from {Path.cwd()}); "
                 "check the path, and that ** stands for directories"
             )
         for path in sorted(files):
@@ -79,7 +79,7 @@ def decode(content: bytes, path: Path) -> str:
     except UnicodeDecodeError as error:
         raise HvpflowError(
             f"{path} is no UTF-8 text ({error.reason} at byte {error.start}): convert it, or leave it out of "
-            "data.corpus.files"
+            "corpus.files"
         ) from error
 
 
@@ -195,5 +195,5 @@ def _text_of(row: Any, text_field: str, where: str) -> str:
 def _no_field(text_field: str, names: Sequence[str], where: str) -> HvpflowError:
     return HvpflowError(
         f"{where}: no field {text_field!r}{nearest(text_field, names)}; found: {', '.join(names) or 'none'}; "
-        "set data.corpus.text_field"
+        "set corpus.text_field"
     )

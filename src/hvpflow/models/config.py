@@ -18,16 +18,21 @@ class LlamaConfig:
     vocab_size: int = 32000
     """Size of the vocabulary, 2 to 65536 (tokens are stored as 16-bit integers)."""
     layers: int = 8
+    """Transformer blocks."""
     width: int = 320
     """Size of the residual stream; ``width / heads`` must be even, as rotary embedding pairs components."""
     heads: int = 5
+    """Attention heads."""
     ffn_width: int = 896
     """Inner size of the gated feed-forward layers."""
     context_length: int = 1024
     """Tokens in a training sequence."""
     rope_theta: float = 1e4
+    """Base of the rotary angles."""
     norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
     init_std: float = 0.02
+    """Standard deviation of initial matrices."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "ffn_width", "context_length", "rope_theta", "norm_eps", "init_std"):
