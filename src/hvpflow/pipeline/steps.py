@@ -80,13 +80,37 @@ def measure(config: Config, arguments: argparse.Namespace, progress: Progress) -
 
 def samples(config: Config, arguments: argparse.Namespace, progress: Progress) -> None:
     """Merge a (checkpoint, case)'s shards into its published samples, with statistics."""
+    from hvpflow.data.cache import TokenCache
+    from hvpflow.data.epochs import analysis_epoch
+    from hvpflow.measure.records import check_record, record_identity
     from hvpflow.report.samples import merge_shards
 
     plan = make_plan(config)
     checkpoint, case = arguments.checkpoint, arguments.case
-    record = check_aliases(plan, checkpoint)
-    shards = [read_json(plan.measure_path(checkpoint, case, shard)) for shard in plan.shards]
-    merged = merge_shards(shards, inspect_record=record)
+    inspect_record = check_aliases(plan, checkpoint)
+    data = analysis_epoch(plan.recipe.sampling(), TokenCache.open(plan.cache_directory), case).identity
+    records = []
+    for shard in plan.shards:
+        path = plan.measure_path(checkpoint, case, shard)
+        record = read_json(path)
+        check_record(record, str(path))
+        expected = record_identity(
+            config.analysis.measured,
+            plan.recipe,
+            weights_hash=inspect_record["weights_hash"],
+            result_key=inspect_record["result_key"],
+            data=data,
+            shard=shard,
+            num_shards=len(plan.shards),
+        )
+        if record["identity"] != expected:
+            raise HvpflowError(
+                f"{path} was measured on other weights, data or settings; delete it and repeat the command"
+            )
+        records.append(record)
+    merged = merge_shards(records, inspect_record=inspect_record)
+    for warning in merged.get("warnings", ()):
+        progress(f"note on {checkpoint} ({case}): {warning}")
     write_json(plan.samples_path(checkpoint, case), merged)
 
 
