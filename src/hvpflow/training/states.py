@@ -176,7 +176,8 @@ def resume(
         return Position()
     position, state = found
     learner.load_state(state)
-    progress(f"continuing after step {position.step} (epoch {position.completed_epochs + 1} of {recipe.num_epochs})")
+    done = f"{position.completed_epochs} of {recipe.num_epochs} epochs"
+    progress(f"continuing after step {position.step} ({done} completed)")
     return position
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,8 +34,9 @@ def train_run(
 ) -> None:
     """Train ``recipe`` on ``cache`` and publish what it retains in ``directory``; or finish what was begun there.
 
-    A finished training of the same recipe returns at once; an interrupted one continues, on CPU with the results that
-    it would have had without interruption, to the bit. A run of another recipe is moved aside, not deleted.
+    A finished training of the same recipe returns at once; an interrupted one continues, on a CPU (with as many threads)
+    with the results that it would have had without interruption, to the bit. A run of another recipe is moved aside,
+    not deleted.
 
     Args:
         recipe: what to train; where its revisions are "main", the published ``resolved.yaml`` names the cache's.
@@ -160,9 +162,10 @@ def _train(
         try:
             result = trainer.run()
         except torch.OutOfMemoryError as error:
+            also = ", with training.batch_tokens in proportion," if recipe.decentralized else ""
             message = (
                 f"{device} ran out of memory at step {trainer.position.step + 1}: lower training.micro_batch_size "
-                f"(now {recipe.training.micro_batch_size} sequences) or evaluation.batch_size"
+                f"(now {recipe.training.micro_batch_size} sequences){also} or evaluation.batch_size"
             )
             workspace.write_status(_status("failed", trainer) | {"message": message})
             raise HvpflowError(message) from error
@@ -234,6 +237,8 @@ def _run_log(path: Path, progress: Callable[[str], None]) -> Iterator[Callable[[
 def _deterministic(recipe: Recipe) -> Iterator[None]:
     """Use deterministic kernels only, where the recipe asks for them."""
     before = torch.are_deterministic_algorithms_enabled()
+    if recipe.runtime.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS refuses to be deterministic
     torch.use_deterministic_algorithms(recipe.runtime.deterministic or before)
     try:
         yield
