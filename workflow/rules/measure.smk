@@ -3,6 +3,7 @@ localrules:
     inspect,
 
 
+# Before any measurement that is ready at the same time: a damaged checkpoint is better known early.
 rule inspect:
     input:
         lambda wildcards: plan.checkpoint_files(wildcards.checkpoint),
@@ -11,6 +12,7 @@ rule inspect:
         plan.inspect_path("{checkpoint}"),
     params:
         workers=plan.reads_workers,
+    priority: 1
     log:
         LOGS / "inspect" / "{checkpoint}.log",
     shell:
@@ -33,6 +35,7 @@ rule measure:
     threads: granted_threads()
     resources:
         gpu=plan.gpus(plan.config.analysis.device),
+        **estimated(measure_estimate),
     shell:
-        "{STEP} measure --config {CONFIG:q} --settings {params.settings} --checkpoint={wildcards.checkpoint:q}"
+        "exec {STEP} measure --config {CONFIG:q} --settings {params.settings} --checkpoint={wildcards.checkpoint:q}"
         " --case {wildcards.case} --shard {wildcards.shard} --threads {threads} {ALONE} --log {log:q}"

@@ -32,8 +32,9 @@ if plan.config.owned:
         threads: granted_threads()
         resources:
             gpu=plan.gpus(plan.recipe.runtime.device),
+            **estimated(training_estimate),
         shell:
-            "{STEP} train --config {CONFIG:q} --threads {threads} {ALONE} --log {log:q}"
+            "exec {STEP} train --config {CONFIG:q} --threads {threads} {ALONE} --log {log:q}"
 
     rule prepared:
         input:
