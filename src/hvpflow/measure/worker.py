@@ -121,6 +121,7 @@ class Worker:
         return check
 
     def run_stacks(self, stacks: Sequence[Stack]) -> None:
+        """Measure every direction of ``stacks`` that is not finished, a stack in one pass over the epoch."""
         pending = [stack for stack in stacks if self.finished.pending(stack)]
         if not pending:
             return
@@ -192,11 +193,11 @@ class Worker:
             facts["gradient_norm"], facts["norm_squared"] = fill_noise(
                 session.model,
                 session.reader,
-                self.session.reader.epoch.sample_blocks(direction.index),
+                session.reader.epoch.sample_blocks(direction.index),
                 self._mean_vector,
                 into,
                 micro_batch_size=session.micro_batch_size,
-                amp=self.session.settings.amp,
+                amp=session.settings.amp,
             )
         elif direction.kind == "random":
             drawn = rademacher(
