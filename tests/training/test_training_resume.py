@@ -140,10 +140,12 @@ _CHILD = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
+import torch
 from training_cases import make_recipe
 from hvpflow.data.cache import TokenCache
 from hvpflow.errors import HvpflowError
 from hvpflow.training import learner, loop, states, train_run
+torch.set_num_threads(1)
 loop._SAVE_SECONDS = 0.03
 update = learner.SingleLearner.update
 def slow(self, *arguments):

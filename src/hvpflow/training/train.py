@@ -34,9 +34,8 @@ def train_run(
 ) -> None:
     """Train ``recipe`` on ``cache`` and publish what it retains in ``directory``; or finish what was begun there.
 
-    A finished training of the same recipe returns at once; an interrupted one continues, on a CPU (with as many threads)
-    with the results that it would have had without interruption, to the bit. A run of another recipe is moved aside,
-    not deleted.
+    A finished training of the same recipe returns at once; an interrupted one continues, on a CPU with as many threads
+    to the same bits as without interruption. A run of another recipe is moved aside, not deleted.
 
     Args:
         recipe: what to train; where its revisions are "main", the published ``resolved.yaml`` names the cache's.
