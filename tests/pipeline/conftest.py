@@ -1,126 +1,14 @@
-"""A run small enough to be prepared, trained and analysed by the real workflow within a minute."""
+"""Working directories in which the real workflow ran, or is about to."""
 
 from __future__ import annotations
 
-import os
-import random
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-
-ROOT = Path(__file__).resolve().parents[2]
-TEXT = (
-    "the gradient of a loss points where curvature bends and noise wanders along sharp valleys while flat directions "
-    "stay quiet until training ends and every token has been seen once or never before by this small model"
-)
-
-
-def tiny_mapping() -> dict[str, Any]:
-    """A configuration of the smallest useful size; paths are relative to the working directory."""
-    return {
-        "output": "results",
-        "corpus": {"source": "files", "files": ["text/*.txt"]},
-        "model": {
-            "vocab_size": 300,
-            "layers": 1,
-            "width": 16,
-            "heads": 2,
-            "ffn_width": 24,
-            "context_length": 16,
-        },
-        "data": {
-            "cache_dir": "cache",
-            "dataset": "local/words",
-            "tokenizer": "train-bpe",
-            "shard_tokens": 512,
-            "shuffle_group_size": 1,
-            "shuffle_buffer": 16,
-            "tokenize_batch_size": 8,
-        },
-        "optimizer": {"lr": 0.01},
-        "lr_schedule": {"name": "cosine", "warmup_steps": 2},
-        "training": {
-            "tokens_per_parameters": 0.6,
-            "epoch_tokens_per_parameters": 0.15,
-            "batch_tokens": 96,
-            "micro_batch_size": 4,
-            "checkpoint_policy": "explicit",
-            "checkpoint_epochs": [1, 2, 4],
-            "save_epoch_training_state": True,
-            "log_every": 5,
-        },
-        "evaluation": {"subset_blocks": 8, "batch_size": 8},
-        "runtime": {"output_dir": "run", "device": "cpu"},
-        "analysis": {
-            "checkpoints": ["epoch-001.safetensors", "epoch-004.pt", "final.pt"],
-            "noise_samples": 3,
-            "random_samples": 2,
-            "device": "cpu",
-            "directions_per_pass": 4,
-        },
-    }
-
-
-def write_text_files(directory: Path) -> None:
-    """Eight files of made-up sentences, the same ones every time."""
-    draw = random.Random(7)
-    directory.mkdir(parents=True)
-    for number in range(8):
-        lines = [" ".join(draw.choices(TEXT.split(), k=12)) + "." for _ in range(120)]
-        (directory / f"{number}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-class Workplace:
-    """A working directory in which the real Snakemake is run."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.config = directory / "config.yaml"
-
-    def write_config(self, mapping: dict[str, Any]) -> None:
-        self.config.write_text(yaml.safe_dump(mapping, sort_keys=False), encoding="utf-8")
-
-    def read_config(self) -> dict[str, Any]:
-        return yaml.safe_load(self.config.read_text(encoding="utf-8"))
-
-    def change(self, section: str, **values: Any) -> None:
-        mapping = self.read_config()
-        mapping[section] |= values
-        self.write_config(mapping)
-
-    def snakemake(self, *options: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        command = [
-            *(sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "-j1"),
-            *("--directory", str(self.directory), "--configfile", str(self.config), *options),
-        ]
-        return run(command, self.directory, check=check)
-
-    def pending(self, *options: str) -> list[str]:
-        """Names of the jobs that a dry run lists, one for each job."""
-        shown = self.snakemake("-n", *options)
-        text = shown.stdout + shown.stderr
-        return [
-            line.split()[1].rstrip(":")
-            for line in text.splitlines()
-            if line.startswith(("rule ", "localrule ")) and not line.startswith("rule all")
-        ]
-
-    def hvpflow(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        return run([sys.executable, "-m", "hvpflow.cli", *words], self.directory, check=check)
-
-
-def run(command: Sequence[str], directory: Path, *, check: bool) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(directory / ".cache-home")}
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=600)
-    if check and done.returncode:
-        raise AssertionError(f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
-    return done
+from workflow_cases import Workplace, tiny_mapping, write_text_files
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+from workflow_cases import scalars
 
 FIGURES = ("normalized-alignment", "noise-alignment", "gradient-norms")
 
@@ -21,19 +21,6 @@ FIGURES = ("normalized-alignment", "noise-alignment", "gradient-norms")
 def read_summary(directory: Path) -> list[dict[str, str]]:
     with (directory / "summary.csv").open(encoding="utf-8", newline="") as handle:
         return list(csv.DictReader(handle))
-
-
-def scalars(path: Path) -> Any:
-    """A samples file without what differs between two equal measurements: times."""
-
-    def strip(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {
-                k: strip(v) for k, v in value.items() if not k.endswith("seconds") and k not in ("timing", "reused")
-            }
-        return [strip(item) for item in value] if isinstance(value, list) else value
-
-    return strip(json.loads(path.read_text(encoding="utf-8")))
 
 
 def test_dry_run_before_any_training_lists_every_job(fresh):
