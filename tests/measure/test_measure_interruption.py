@@ -73,7 +73,7 @@ def watch_computing(trip: Trip, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mean_gradient, "add_gradient", trip.watch(mean_gradient.add_gradient))
 
 
-STRIDES = [3, pytest.param(1, marks=pytest.mark.slow)]
+STRIDES = [5, pytest.param(1, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("stride", STRIDES)
