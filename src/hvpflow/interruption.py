@@ -1,13 +1,12 @@
-"""Stopping on a signal at a moment when everything is saved."""
+"""SIGTERM and SIGINT as a request to stop at the next moment when everything is saved."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 from hvpflow.errors import HvpflowError
 
@@ -16,32 +15,43 @@ RETRY_STATUS = 75
 
 
 class Interrupted(HvpflowError):
-    """A signal asked the worker to stop, and its progress is saved. Programs exit with ``RETRY_STATUS``."""
+    """A signal asked to stop, and all progress is saved. Programs exit with ``RETRY_STATUS``."""
+
+
+class StopRequest:
+    """Call it to learn whether a signal has asked to stop; ``signal`` says which."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def __call__(self) -> bool:
+        return self.signal is not None
 
 
 @contextlib.contextmanager
-def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether SIGTERM or SIGINT came; a second signal acts as it did before.
+def stop_on_signal() -> Iterator[StopRequest]:
+    """Turn the first SIGTERM or SIGINT inside the block into a stop request; a second one acts as it did before.
 
-    Outside the main thread, where Python takes no handlers, it never says so.
+    Outside the main thread, where Python takes no handlers, signals act as usual from the start.
     """
-    came = threading.Event()
-    previous: dict[signal.Signals, Any] = {}
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    caught = (signal.SIGTERM, signal.SIGINT)
+    earlier = {number: signal.getsignal(number) for number in caught}
 
     def restore() -> None:
-        for number, handler in previous.items():
+        for number, handler in earlier.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        came.set()
+    def note(number: int, frame: FrameType | None) -> None:
+        request.signal = signal.Signals(number)
         restore()
 
-    if threading.current_thread() is not threading.main_thread():
-        yield came.is_set
-        return
-    for number in (signal.SIGTERM, signal.SIGINT):
-        previous[number] = signal.signal(number, handle)
+    for number in caught:
+        signal.signal(number, note)
     try:
-        yield came.is_set
+        yield request
     finally:
         restore()

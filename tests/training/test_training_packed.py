@@ -21,13 +21,14 @@ from hvpflow.data.cache import TokenCache
 from hvpflow.data.epochs import required_train_tokens
 from hvpflow.errors import HvpflowError
 from hvpflow.files import write_json
+from hvpflow.interruption import Interrupted
 from hvpflow.models.llama import Llama
 from hvpflow.runs.arena import pack, storage_layout, unpack
 from hvpflow.runs.checkpoints import read_checkpoint
 from hvpflow.runs.pt_files import load_pt
 from hvpflow.runs.recipe import Recipe, load_recipe, recipe_identity
 from hvpflow.runs.run import open_run
-from hvpflow.training import TrainingInterruptedError, evaluate_checkpoint, train_run
+from hvpflow.training import evaluate_checkpoint, train_run
 from hvpflow.training.learner import initial_model
 from hvpflow.training.mixing import consensus_weight, mix_, peers
 from hvpflow.training.packed import PackedLearner
@@ -298,7 +299,7 @@ def test_interruptions(cache: TokenCache, finished: Path, tmp_path: Path, monkey
 
     monkeypatch.setattr(PackedLearner, "update", signalled)
     for step in steps:
-        with pytest.raises(TrainingInterruptedError, match=f"after step {step} of 57"):
+        with pytest.raises(Interrupted, match=f"after step {step} of 57"):
             train_run(packed_recipe(), cache, tmp_path / "run")
     train_run(packed_recipe(), cache, tmp_path / "run")
     assert_same_run(tmp_path / "run", finished)

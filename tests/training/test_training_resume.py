@@ -17,9 +17,10 @@ from training_cases import assert_same, make_cache, make_recipe, read_rows
 from hvpflow.data.cache import TokenCache
 from hvpflow.errors import HvpflowError
 from hvpflow.files import write_json
+from hvpflow.interruption import Interrupted
 from hvpflow.runs.pt_files import load_pt
 from hvpflow.runs.recipe import load_recipe, recipe_identity
-from hvpflow.training import TrainingInterruptedError, learner, loop, train_run
+from hvpflow.training import learner, loop, train_run
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def test_interruption_after_any_step(
 
     monkeypatch.setattr(learner.SingleLearner, "update", signalled)
     for step in range(1, 46):
-        with pytest.raises(TrainingInterruptedError, match=f"SIGTERM after step {step} of 45.*repeat the command"):
+        with pytest.raises(Interrupted, match=f"SIGTERM after step {step} of 45.*repeat the command"):
             train_run(make_recipe(), cache, tmp_path / "run")
         status = json.loads((tmp_path / "run" / "status.json").read_text())
         assert (status["status"], status["step"]) == ("interrupted", step)
@@ -87,7 +88,7 @@ def test_interruption_while_validating(
         return original(*arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loop, "validate", signalled)
-    with pytest.raises(TrainingInterruptedError, match="SIGINT"):
+    with pytest.raises(Interrupted, match="SIGINT"):
         train_run(make_recipe(), cache, tmp_path / "run")
     train_run(make_recipe(), cache, tmp_path / "run")
     assert calls == 6, "only the interrupted validation was repeated"

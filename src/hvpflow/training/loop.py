@@ -19,8 +19,8 @@ from hvpflow.data.epochs import training_stream
 from hvpflow.data.loader import to_batch
 from hvpflow.errors import HvpflowError
 from hvpflow.files import write_json
+from hvpflow.interruption import Interrupted, StopRequest
 from hvpflow.runs.recipe import Recipe
-from hvpflow.training.interrupt import StopRequest
 from hvpflow.training.learner import Learner, Update
 from hvpflow.training.metrics import Interval, MetricsLog, evaluation_metrics, peak_memory_bytes
 from hvpflow.training.schedule import make_schedule
@@ -29,10 +29,6 @@ from hvpflow.training.validation import validate, validation_complete
 _SAVE_SECONDS = 30.0
 """At most this much training is lost to a crash (or twenty times what saving a large model's state takes)."""
 _REPORT_SECONDS = 5.0
-
-
-class TrainingInterruptedError(HvpflowError):
-    """A signal ended the training after its state was saved; repeating the command continues it."""
 
 
 @dataclass(kw_only=True)
@@ -106,7 +102,7 @@ class Trainer:
         """Train to the end; returns the contents of result.json.
 
         Raises:
-            TrainingInterruptedError: a signal came; the state is saved.
+            Interrupted: a signal came; the state is saved.
             HvpflowError: a loss or gradient is not finite; earlier states are kept.
         """
         num_epochs = len(self._boundaries)
@@ -234,11 +230,11 @@ class Trainer:
         )
 
     def _stop_if_asked(self) -> None:
-        if not self._stop:
+        if not self._stop():
             return
         self._save()
         assert self._stop.signal is not None
-        raise TrainingInterruptedError(
+        raise Interrupted(
             f"training was interrupted by {self._stop.signal.name} after step {self.position.step} of "
             f"{self.num_steps}; its state is saved: repeat the command to continue"
         )

@@ -16,12 +16,12 @@ from hvpflow.data.cache import TokenCache
 from hvpflow.data.epochs import training_stream
 from hvpflow.errors import HvpflowError
 from hvpflow.files import write_json, write_text
+from hvpflow.interruption import Interrupted, stop_on_signal
 from hvpflow.models.llama import Llama
 from hvpflow.runs.checkpoints import read_checkpoint
 from hvpflow.runs.recipe import Recipe, check_cache_matches, load_recipe, recipe_identity, retained_files
 from hvpflow.runs.run import Run
-from hvpflow.training.interrupt import catch_signals
-from hvpflow.training.loop import Trainer, TrainingInterruptedError
+from hvpflow.training.loop import Trainer
 from hvpflow.training.metrics import MetricsLog, environment, evaluation_metrics
 from hvpflow.training.schedule import make_schedule
 from hvpflow.training.states import loader_record, make_learner, make_saver, resume
@@ -44,7 +44,7 @@ def train_run(
         progress: called with one line of text now and then.
 
     Raises:
-        TrainingInterruptedError: SIGTERM or SIGINT came; the state is saved, and repeating the call continues.
+        Interrupted: SIGTERM or SIGINT came; the state is saved, and repeating the call continues.
         HvpflowError: the cache does not match or is too small, the device is absent, the directory is in use, or the
             training diverged.
     """
@@ -150,7 +150,7 @@ def _train(
     }
     write_json(workspace.path("environment.json"), record)
     saver = make_saver(recipe, workspace, learner, loader, retained)
-    with catch_signals() as stop, _deterministic(recipe):
+    with stop_on_signal() as stop, _deterministic(recipe):
         trainer = Trainer(
             *(recipe, cache, learner, saver, workspace.directory),
             device=device,
@@ -168,7 +168,7 @@ def _train(
             )
             workspace.write_status(_status("failed", trainer) | {"message": message})
             raise HvpflowError(message) from error
-        except TrainingInterruptedError:
+        except Interrupted:
             workspace.write_status(_status("interrupted", trainer))
             raise
         except Exception as error:
