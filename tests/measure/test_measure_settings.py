@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from hvpflow.devices import choose_device
 from hvpflow.errors import HvpflowError
-from hvpflow.measure.device import available_cpus, choose_device, configure, set_threads
+from hvpflow.measure.device import configure
 from hvpflow.measure.settings import MeasureSettings
 from hvpflow.typed import build, to_mapping
 
@@ -73,18 +74,6 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("cuda:1") == torch.device("cuda:1")
     with pytest.raises(HvpflowError, match=r"cuda:2 was asked for, but there are 2 CUDA device\(s\)"):
         choose_device("cuda:2")
-
-
-def test_threads() -> None:
-    before = torch.get_num_threads()
-    try:
-        assert set_threads("auto") == torch.get_num_threads() == available_cpus()
-        assert set_threads("auto", granted=1) == torch.get_num_threads() == 1
-        assert set_threads(2) == torch.get_num_threads() == 2
-        with pytest.raises(HvpflowError, match="cpu_threads is 0"):
-            set_threads(0)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_policy_on_a_cpu_says_that_tf32_has_no_effect() -> None:

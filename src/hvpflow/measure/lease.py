@@ -18,7 +18,7 @@ from typing import IO
 
 import torch
 
-from hvpflow.measure.device import choose_device
+from hvpflow.devices import choose_device
 
 _POLL_SECONDS = 1.0
 

@@ -60,7 +60,7 @@ def measure_shard(
 ) -> MeasureRecord:
     """Measure shard ``shard`` (from 0) of a (checkpoint, case), reusing whatever the store holds.
 
-    Threads are the process's own: see :func:`hvpflow.measure.device.set_threads`.
+    Threads are the process's own, as its caller set them.
 
     Args:
         inspect_record: what ``inspect`` found in the checkpoint; None skips the comparison.

@@ -14,6 +14,7 @@ import torch
 
 from hvpflow.data.cache import TokenCache
 from hvpflow.data.epochs import training_stream
+from hvpflow.devices import choose_device
 from hvpflow.errors import HvpflowError
 from hvpflow.files import write_json, write_text
 from hvpflow.interruption import Interrupted, stop_on_signal
@@ -94,29 +95,10 @@ def resolved(recipe: Recipe, cache: TokenCache, device: torch.device) -> Recipe:
         recipe.data, revision=manifest["dataset_revision"], tokenizer_revision=manifest["tokenizer_revision"]
     )
     if runtime.device == "auto":
-        runtime = replace(runtime, device=str(device))
+        runtime = replace(runtime, device="cuda:0" if device == torch.device("cuda") else str(device))
     if runtime.cpu_threads == "auto":
         runtime = replace(runtime, cpu_threads=torch.get_num_threads())
     return replace(recipe, data=data, runtime=runtime)
-
-
-def choose_device(name: str) -> torch.device:
-    """The device called ``name`` (cpu, cuda, cuda:N, or auto: a GPU where there is one).
-
-    Raises:
-        HvpflowError: CUDA is asked for but absent.
-    """
-    if name == "auto":
-        name = "cuda:0" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise HvpflowError(
-                f"device {name} was asked for, but PyTorch sees {count} CUDA devices: "
-                "set runtime.device to cpu or auto (--device cpu)"
-            )
-    return device
 
 
 def _check_feasible(recipe: Recipe, cache: TokenCache) -> None:
