@@ -86,6 +86,8 @@ def _fuse_head(graph: fx.Graph, node: fx.Node, moving: set[fx.Node]) -> None:
     if current.target is not aten.linear.default or len(current.users) != 1:
         return
     layer = bind(current)
+    if any(part in moving and part.op != "placeholder" for part in (layer["weight"], layer["bias"])):
+        return  # the fused operation gives no adjoint to a weight, which only a parameter can do without
     x = layer["input"]
     width = _shape(x)[-1]
     with graph.inserting_before(node):
@@ -93,13 +95,14 @@ def _fuse_head(graph: fx.Graph, node: fx.Node, moving: set[fx.Node]) -> None:
             if step.target in (aten.to.dtype, aten.contiguous.default):
                 continue  # the fused operation sees to both itself
             args = (x, *step.args[1:])
-            size = list(_shape(step)[:-1]) + [width]
+            size = [*_shape(step)[:-1], width]
             if step.target in (aten.view.default, aten.reshape.default):
                 args = (x, size)
             fake = x.meta["val"].new_empty(size)
-            x = graph.call_function(step.target, args, dict(step.kwargs))
+            x = graph.create_node("call_function", step.target, args, dict(step.kwargs))
             x.meta["val"] = fake
-            moving.add(x)
+            if args[0] in moving:
+                moving.add(x)
         fused = graph.call_function(
             head_cross_entropy,
             (x, layer["weight"], layer["bias"], bound["target"], bound["ignore_index"], bound["reduction"]),

@@ -104,11 +104,15 @@ def make_plan(model: nn.Module, tokens: Tensor, targets: Tensor) -> Plan:
     if len(results) != 1 or results[0].meta["val"].numel() != 1:
         raise HvpflowError("model(tokens, targets) must return one scalar, the summed loss of the batch")
 
+    needed = _ancestors(results[0])
+    for node in reversed(graph.nodes):  # assertions about metadata would hide that a value has one reader
+        if node.op == "call_function" and node not in needed:
+            graph.erase_node(node)
     moving = set(parameters)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target not in _STOPS and _differentiable(node):
-            if any(source in moving for source in node_inputs((node.args, node.kwargs))):
-                moving.add(node)
+        reached = any(source in moving for source in node_inputs((node.args, node.kwargs)))
+        if node.op == "call_function" and node.target not in _STOPS and reached and _differentiable(node):
+            moving.add(node)
     fuse(graph, moving)
     loss = node_inputs(output.args)[0]
     needed = _ancestors(loss)
@@ -147,7 +151,8 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def _steps(nodes: list[fx.Node], moving: set[fx.Node], loss: fx.Node) -> list[Step]:
-    steps, refused = [], {}
+    steps: list[Step] = []
+    refused: dict[str, str] = {}
     for node in nodes:
         rule = RULES.get(node.target) if node.op == "call_function" else None
         where = _module_path(node)
@@ -155,12 +160,12 @@ def _steps(nodes: list[fx.Node], moving: set[fx.Node], loss: fx.Node) -> list[St
             refused.setdefault(str(node.target), f"{node.target} has no curvature rule (first used in {where})")
             continue
         bound = bind(node)
-        if reason := rule.refuses(bound):
-            refused.setdefault(str(node.target), f"{node.target} in {where} is beyond its curvature rule: {reason}")
-            continue
         names = frozenset(
             name for name, value in bound.items() if any(source in moving for source in node_inputs(value))
         )
+        if reason := rule.refuses(bound, names):
+            refused.setdefault(str(node.target), f"{node.target} in {where} is beyond its curvature rule: {reason}")
+            continue
         if node is loss and node.target is operator.getitem:
             continue  # it only picks the loss from the output of the step before
         picked = loss.target is operator.getitem and list(node.users) == [loss]

@@ -21,6 +21,7 @@ from hvpflow.curvature.directions import (
     trainable_parameters,
 )
 from hvpflow.curvature.graph import Plan, make_plan
+from hvpflow.curvature.memory import estimate_bytes
 from hvpflow.curvature.reference import jvp_of_grad
 from hvpflow.curvature.rules import Workspace
 from hvpflow.curvature.taylor import primal_pass, source_values, tangent_pass
@@ -42,7 +43,7 @@ class TaylorEngine:
     ) -> None:
         self.model, self.amp = model, amp
         on_cpu = example[0].device.type == "cpu"
-        self._work = Workspace(
+        self.workspace = Workspace(
             num_directions=1,
             device=example[0].device,
             amp=amp,
@@ -52,8 +53,8 @@ class TaylorEngine:
             head_elements=1 << 20 if on_cpu else 1 << 27,
         )
         self._plans: dict[Any, Plan] = {}
-        plan = self.plan(*example)
-        self.unused_parameters = plan.unused
+        self.plan_of_example = self.plan(*example)
+        self.unused_parameters = self.plan_of_example.unused
         """Trainable parameters that the loss does not depend on; they contribute zero."""
         self.frozen_parameters = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         """Parameters that do not move: no part of any direction."""
@@ -68,7 +69,7 @@ class TaylorEngine:
     def __call__(self, tokens: Tensor, targets: Tensor, directions: Directions) -> QuadraticForms:
         num_directions = check_directions(trainable_parameters(self.model), directions)
         plan = self.plan(tokens, targets)
-        work = replace(self._work, num_directions=num_directions)
+        work = replace(self.workspace, num_directions=num_directions)
         try:
             with evaluation_mode(self.model):
                 sources = source_values(plan, self.model, (tokens, targets))
@@ -124,5 +125,14 @@ def make_engine(
 
 
 def choose_num_directions(model: nn.Module, batch_size: int, length: int, *, memory_bytes: int) -> int:
-    """Return the number of directions per pass that fits ``memory_bytes``."""
-    return 8
+    """Return the largest number of directions per pass, 1 to 64, whose estimated memory fits ``memory_bytes``.
+
+    ``memory_bytes`` is what is free beside the weights; the directions count towards it. The estimate is made from
+    the planned graph for [batch_size, length] before anything is computed, and a tenth is kept in reserve. Even one
+    direction may not fit: the answer is then still 1.
+    """
+    device = next(model.parameters()).device
+    tokens = torch.zeros(batch_size, length, dtype=torch.int64, device=device)
+    engine = TaylorEngine(model, (tokens, tokens))
+    fixed, each = estimate_bytes(engine.plan_of_example, engine.workspace)
+    return max(1, min(64, int((0.9 * memory_bytes - fixed) // each)))

@@ -80,8 +80,8 @@ class Call:
     """Shape and dtype of the output (a fake tensor or a tuple of them)."""
     value: Any
     """Primal output, where the rule asked for it."""
-    shapes: dict[str, torch.Size]
-    """Argument name -> shape, for every tensor argument."""
+    shapes: dict[str, Any]
+    """Argument name -> shape of a tensor, a list of them for a list of tensors, None otherwise."""
     work: Workspace
     final: bool
     """Whether the output is the loss itself, whose tangent nobody reads."""
@@ -105,7 +105,7 @@ class Rule:
     """Names of the arguments whose primal values the rule uses; "output" for the operation's own value."""
     curved: Callable[[Moving], bool]
     """Whether D² can differ from zero, given what moves."""
-    refuses: Callable[[dict[str, Any]], str | None]
+    refuses: Callable[[dict[str, Any], Moving], str | None]
     """Why these arguments (values or graph nodes, by name) are beyond the rule; None if they are not."""
 
 
@@ -116,7 +116,7 @@ def rule(
     *operations: Any,
     reads: Callable[[Moving], Iterable[str]] = lambda moving: (),
     curved: Callable[[Moving], bool] = lambda moving: False,
-    refuses: Callable[[dict[str, Any]], str | None] = lambda arguments: None,
+    refuses: Callable[[dict[str, Any], Moving], str | None] = lambda arguments, moving: None,
 ) -> Callable[[Callable[[Call], Any]], Callable[[Call], Any]]:
     """Enter a function into the table as the rule of ``operations``."""
 

@@ -9,7 +9,7 @@ The first term is the softmax's, the second the product qkᵀ's, the third the p
 direction. The rule runs over slices of heads and of queries, so no [T, T] tensor of the whole batch ever exists, and
 with a causal mask a slice of queries meets only the keys that it may see.
 
-Extra legend: I items (batch × key heads), G query heads per key head, E head size, R = G·(queries of a slice) rows,
+Extra legend: J items (batch × key heads), G query heads per key head, E head size, R = G·(queries of a slice) rows,
 S keys of a slice.
 """
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 def attention_probabilities(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax of [I, R, S] scores under a mask (boolean: True is visible; otherwise added); an unseen row gives 0."""
+    """Softmax of [J, R, S] scores under a mask (boolean: True is visible; otherwise added); an unseen row gives 0."""
     scores = widen(scores)
     if mask is None:
         return scores.softmax(-1)
@@ -41,30 +41,30 @@ def attention_form(
     work: Workspace, P: Tensor, dS: Tensor, primal: tuple[Tensor, Tensor, Tensor], adjoint: Tensor,
     tangents: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Tangent [K, I, R, E] and curvature [K] of one slice; σ is already in the keys and their tangents.
+    """Tangent [K, J, R, E] and curvature [K] of one slice; σ is already in the keys and their tangents.
 
-    P, dS [I, R, S]; primal (q [I, R, E], k [I, S, E], v [I, S, E]); adjoint [I, R, E]; tangents with K in front.
+    P, dS [J, R, S]; primal (q [J, R, E], k [J, S, E], v [J, S, E]); adjoint [J, R, E]; tangents with K in front.
     The two halves of s' are one product over 2E; [v, v'] likewise; what multiplies P or dS stands side by side
     for all K, so neither is copied per direction.
     """
     q, k, v = primal
     dq, dk, dv = tangents
-    K, I, R, E = dq.shape
+    K, J, R, E = dq.shape
     S, F = v.shape[1:]
-    rows = torch.cat((dq, q.expand(K, -1, -1, -1)), -1).view(K * I, R, 2 * E)
-    columns = torch.cat((k.expand(K, -1, -1, -1), dk), -1).view(K * I, S, 2 * E)
-    ds = torch.bmm(rows, columns.transpose(1, 2)).view(K, I, R, S)
+    rows = torch.cat((dq, q.expand(K, -1, -1, -1)), -1).view(K * J, R, 2 * E)
+    columns = torch.cat((k.expand(K, -1, -1, -1), dk), -1).view(K * J, S, 2 * E)
+    ds = torch.bmm(rows, columns.transpose(1, 2)).view(K, J, R, S)
     dP, form = work.pointwise(softmax_form)(P, dS, ds)
-    values = torch.cat((v.expand(K, -1, -1, -1), dv), -1).view(K * I, S, 2 * F)
-    moved = torch.bmm(work.product_operand(dP).view(K * I, R, S), values).view(K, I, R, 2 * F)
+    values = torch.cat((v.expand(K, -1, -1, -1), dv), -1).view(K * J, S, 2 * F)
+    moved = torch.bmm(work.product_operand(dP).view(K * J, R, S), values).view(K, J, R, 2 * F)
     form = form + 2 * inner(widen(moved[..., F:]), widen(adjoint))
 
-    def aside(x: Tensor) -> Tensor:  # [K, I, n, E] -> [I, n, K·E]
-        return x.permute(1, 2, 0, 3).reshape(I, x.shape[2], -1)
+    def aside(x: Tensor) -> Tensor:  # [K, J, n, E] -> [J, n, K·E]
+        return x.permute(1, 2, 0, 3).reshape(J, x.shape[2], -1)
 
-    gathered = torch.bmm(work.product_operand(dS).transpose(1, 2), aside(dq)).view(I, S, K, E).permute(2, 0, 1, 3)
+    gathered = torch.bmm(work.product_operand(dS).transpose(1, 2), aside(dq)).view(J, S, K, E).permute(2, 0, 1, 3)
     form = form + 2 * inner(widen(gathered), widen(dk))
-    tangent = torch.bmm(work.product_operand(P), aside(dv)).view(I, R, K, F).permute(2, 0, 1, 3)
+    tangent = torch.bmm(work.product_operand(P), aside(dv)).view(J, R, K, F).permute(2, 0, 1, 3)
     return tangent + moved[..., :F], form
 
 
@@ -86,7 +86,9 @@ def _mask(call: Call, items: int, groups: int) -> Tensor | None:
     return mask.expand(*shape[:-2], *size).reshape(items, groups, *size)
 
 
-def _unsupported(arguments: dict[str, Any]) -> str | None:
+def _unsupported(arguments: dict[str, Any], moving: Moving) -> str | None:
+    if "attn_mask" in moving:
+        return "its mask moves with the parameters"
     if arguments["dropout_p"]:
         return "it has active dropout, so the loss is random"
     query, key, value = (arguments[name].meta["val"].shape for name in ("query", "key", "value"))

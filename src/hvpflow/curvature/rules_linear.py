@@ -6,6 +6,8 @@ temporary is as large as the weight, not as the output.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -77,7 +79,7 @@ def linear(call: Call) -> Tensor:
     dx, dweight, dbias = (call.tangent(name) for name in ("input", "weight", "bias"))
     dx = None if dx is None else dx.reshape(work.num_directions, -1, dx.shape[-1])
     x = None if call["input"] is None else call["input"].reshape(-1, call["input"].shape[-1])
-    if call.adjoint is not None:
+    if call.adjoint is not None and dx is not None and dweight is not None:
         work.total += linear_curvature(work, call.adjoint.reshape(-1, shape[-1]), dx, dweight)
     tangent = linear_tangent(work, x, call["weight"], dx, dweight, dbias)
     if tangent.shape[1] == 1:  # nothing but the bias moves
@@ -111,7 +113,7 @@ def _matrices_read(moving: Moving) -> list[str]:
     return [b for pair in pairs for a, b in (pair, pair[::-1]) if a in moving]
 
 
-def _vector_operand(arguments: dict) -> str | None:
+def _vector_operand(arguments: dict[str, Any], moving: Moving) -> str | None:
     for value in arguments.values():
         fake = getattr(value, "meta", {}).get("val")
         if fake is not None and fake.dim() < 2:
@@ -138,7 +140,7 @@ def mm(call: Call) -> Tensor | None:
     aten.addmm.default,
     reads=_matrices_read,
     curved=lambda moving: {"mat1", "mat2"} <= moving,
-    refuses=lambda arguments: (
+    refuses=lambda arguments, moving: (
         "beta or alpha differs from 1" if (arguments["beta"], arguments["alpha"]) != (1, 1) else None
     ),
 )

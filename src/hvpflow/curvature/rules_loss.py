@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvpflow.curvature.rules import Call, Workspace, inner, rule, widen
+from hvpflow.curvature.rules import Call, Moving, Workspace, inner, rule, widen
 from hvpflow.curvature.rules_norm import variance_form
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ def token_scales(targets: Tensor, ignore_index: int, reduction: int, dtype: torc
     return counted / counted.sum() if reduction == MEAN else counted
 
 
-def _unsupported(arguments: dict[str, Any]) -> str | None:
+def _unsupported(arguments: dict[str, Any], moving: Moving) -> str | None:
     if arguments["weight"] is not None:
         return "it has class weights"
     if arguments["target"].meta["val"].dtype.is_floating_point:

@@ -155,7 +155,12 @@ def log_softmax(call: Call) -> Tensor:
     return (dz - average.view(*dz.shape[:-1], 1)).movedim(-1, call["dim"] % rank - rank)
 
 
-@rule(aten.logsumexp.default, reads=lambda moving: ("self",), curved=bool, refuses=lambda a: _single_axis(a))
+@rule(
+    aten.logsumexp.default,
+    reads=lambda moving: ("self",),
+    curved=bool,
+    refuses=lambda arguments, moving: _single_axis(arguments),
+)
 def logsumexp(call: Call) -> Tensor:
     """y = lse(z): y' = ⟨p, z'⟩ and ⟨ȳ, D²⟩ = Σ_rows ȳ⟨p, c²⟩."""
     assert call.adjoint is not None

@@ -7,12 +7,13 @@ stays.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hvpflow.curvature.rules import Call, rule
+from hvpflow.curvature.rules import Call, Moving, rule
 
 aten = torch.ops.aten
 
@@ -87,7 +88,7 @@ def split(call: Call) -> Any:
 
 @rule(aten.split_with_sizes.default, aten.split.sizes)
 def split_with_sizes(call: Call) -> Any:
-    sizes = call.arguments.get("split_sizes", call.arguments.get("split_size"))
+    sizes = call["split_sizes" if "split_sizes" in call.arguments else "split_size"]
     return call.tangent("self").split(list(sizes), _axis(call["dim"]))
 
 
@@ -117,17 +118,17 @@ def _parts(call: Call) -> list[Tensor]:
     moving = call.tangent("tensors")
     like = next(part for part in moving if part is not None)
     return [
-        part if part is not None else like.new_zeros(()).expand(K, *value.shape)
-        for part, value in zip(moving, call["tensors"], strict=True)
+        part if part is not None else like.new_zeros(()).expand(K, *shape)
+        for part, shape in zip(moving, call.shapes["tensors"], strict=True)
     ]
 
 
-@rule(aten.cat.default, reads=lambda moving: ("tensors",))
+@rule(aten.cat.default)
 def cat(call: Call) -> Tensor:
     return torch.cat(_parts(call), _axis(call["dim"]))
 
 
-@rule(aten.stack.default, reads=lambda moving: ("tensors",))
+@rule(aten.stack.default)
 def stack(call: Call) -> Tensor:
     return torch.stack(_parts(call), _axis(call["dim"]))
 
@@ -150,7 +151,7 @@ def identity(call: Call) -> Tensor:
     return call.tangent("self")
 
 
-def _active_dropout(arguments: dict[str, Any]) -> str | None:
+def _active_dropout(arguments: dict[str, Any], moving: Moving) -> str | None:
     return "it is active, so the loss is random" if arguments["train"] and arguments["p"] > 0 else None
 
 
@@ -203,20 +204,20 @@ def divide(call: Call) -> Tensor:
     return call.tangent("self") / call["other"]
 
 
+def _reduce(call: Call, reduction: Callable[..., Tensor]) -> Tensor:
+    tangent = call.tangent("self")
+    axes = _axes(call.arguments.get("dim"), tangent.dim() - 1)
+    return reduction(tangent, axes, keepdim=call.arguments.get("keepdim", False)) if axes else tangent
+
+
 @rule(aten.sum.default, aten.sum.dim_IntList)
 def total(call: Call) -> Tensor:
-    tangent = call.tangent("self")
-    return tangent.sum(
-        _axes(call.arguments.get("dim"), tangent.dim() - 1), keepdim=call.arguments.get("keepdim", False)
-    )
+    return _reduce(call, torch.sum)
 
 
 @rule(aten.mean.default, aten.mean.dim)
 def mean(call: Call) -> Tensor:
-    tangent = call.tangent("self")
-    return tangent.mean(
-        _axes(call.arguments.get("dim"), tangent.dim() - 1), keepdim=call.arguments.get("keepdim", False)
-    )
+    return _reduce(call, torch.mean)
 
 
 @rule(aten.masked_fill.Scalar, reads=lambda moving: ("mask",))
@@ -226,7 +227,7 @@ def masked_fill(call: Call) -> Tensor:
     return call.aligned("self").expand(K, *shape).masked_fill(call["mask"], 0)
 
 
-@rule(aten.where.self, reads=lambda moving: ("condition",))
+@rule(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, reads=lambda moving: ("condition",))
 def where(call: Call) -> Tensor:
     like = next(iter(call.tangents.values()))
     left, right = (call.aligned(name) if name in call.tangents else like.new_zeros(()) for name in ("self", "other"))

@@ -106,6 +106,8 @@ def _call(step: Step, work: Workspace, sources: Values, kept: Values, adjoint: T
         return sources[node] if node in sources else kept.get(node)
 
     def shape(bound: Any) -> Any:
+        if isinstance(bound, (list, tuple)):
+            return [shape(part) for part in bound]
         fake = bound.meta.get("val") if isinstance(bound, fx.Node) else None
         return fake.shape if isinstance(fake, Tensor) else None
 
