@@ -29,4 +29,9 @@ onstart:
 
 
 onsuccess:
-    print(closing_words(plan), file=sys.stderr)
+    if LAUNCHED not in os.environ:
+        print(closing_words(plan), file=sys.stderr)
+
+
+onerror:
+    print("\n".join(failure_report(plan, since=STARTED, scheduler_logs=SCHEDULER_LOGS)), file=sys.stderr)

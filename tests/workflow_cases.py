@@ -114,9 +114,15 @@ class Workplace:
         return run([sys.executable, "-m", "hvpflow.cli", *words], self.directory, check=check)
 
 
+def environment(directory: Path) -> dict[str, str]:
+    """Environment variables of a command whose working directory is ``directory``."""
+    return os.environ | {"PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(directory / ".cache-home")}
+
+
 def run(command: Sequence[str], directory: Path, *, check: bool) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(directory / ".cache-home")}
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=directory, env=environment(directory), capture_output=True, text=True, timeout=600
+    )
     if check and done.returncode:
         raise AssertionError(f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         arguments.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if snakemake_options and arguments.command not in ("analyze", "submit-analysis"):
-        arguments.parser.error("only analyze passes options after -- on to Snakemake")
+        arguments.parser.error("only analyze and submit-analysis pass options after -- on to Snakemake")
     arguments.snakemake_options = snakemake_options
     with Reporter(None) as reporter:
         return reported(lambda: arguments.work(arguments, reporter.say), reporter.say)
@@ -75,6 +75,16 @@ def make_parser() -> argparse.ArgumentParser:
 
     analyze = _command(commands, "analyze", _analyze, "measure the curvature along a run's checkpoints")
     _add_analysis_options(analyze)
+    analyze.add_argument(
+        "--cores", type=_positive, default=1, metavar="N", help="CPU cores that Snakemake may use (default 1 job)"
+    )
+    submit = _command(commands, "submit-analysis", _submit, "analyze, each measurement a job of a Slurm cluster")
+    _add_analysis_options(submit)
+    submit.add_argument("--no-amp", dest="amp", action="store_false", default=None, help="float32 matrix products")
+    submit.add_argument("--jobs", type=_positive, metavar="N", help="jobs submitted at a time (default: the profile's)")
+    submit.add_argument(
+        "--profile", default="slurm", metavar="NAME|DIR", help="Snakemake profile of the cluster (default slurm)"
+    )
     plot = _command(commands, "plot-analysis", _plot, "draw the figures of a finished analysis again")
     plot.add_argument("--output", type=Path, required=True)
     plot.add_argument("--training-norms", action="store_true", help="add the gradient norms logged in training")
@@ -113,7 +123,6 @@ def _add_analysis_options(command: argparse.ArgumentParser) -> None:
     add("--no-compile-hvp", dest="compile_hvp", action="store_false", default=None)
     add("--no-consensus", dest="consensus", action="store_false", default=None, help="no workers' consensus errors")
     add("--no-plots", dest="plots", action="store_false", default=None, help="no figures")
-    add("--cores", type=_positive, default=1, metavar="N", help="CPU cores that Snakemake may use (default 1 job)")
     add("--dry-run", action="store_true", help="only list the pending jobs")
 
 
@@ -125,8 +134,28 @@ ANALYSIS_OPTIONS = (
 
 def _analyze(arguments: argparse.Namespace, say: Any) -> None:
     from hvpflow.pipeline.launch import run_analysis
-    from hvpflow.pipeline.settings import config_from_mapping
 
+    config = _analysis_config(arguments, _analysis_settings(arguments))
+    words = run_analysis(config, arguments.snakemake_options, cores=arguments.cores, dry_run=arguments.dry_run)
+    if words:
+        say(words)
+
+
+def _submit(arguments: argparse.Namespace, say: Any) -> None:
+    from hvpflow.pipeline.submit import submit_analysis, submitted_settings
+
+    submit_analysis(
+        _analysis_config(arguments, submitted_settings(_analysis_settings(arguments))),
+        arguments.snakemake_options,
+        profile=arguments.profile,
+        jobs=arguments.jobs,
+        dry_run=arguments.dry_run,
+        say=say,
+    )
+
+
+def _analysis_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The analysis section that the command line asks for: only what it names."""
     analysis = {name: getattr(arguments, name) for name in ANALYSIS_OPTIONS if getattr(arguments, name) is not None}
     analysis["checkpoints"] = "all" if arguments.checkpoints == ["all"] else arguments.checkpoints
     samples = analysis.get("noise_samples")
@@ -137,10 +166,15 @@ def _analyze(arguments: argparse.Namespace, say: Any) -> None:
             raise HvpflowError(f"--noise-samples is {samples!r}, expected a whole number or all") from None
     if arguments.cache_dir is not None:
         analysis["cache_dir"] = str(arguments.cache_dir.absolute())
-    config = config_from_mapping(
+    return analysis
+
+
+def _analysis_config(arguments: argparse.Namespace, analysis: dict[str, Any]) -> Any:
+    from hvpflow.pipeline.settings import config_from_mapping
+
+    return config_from_mapping(
         {"run": str(arguments.run.absolute()), "output": str(arguments.output.absolute()), "analysis": analysis}
     )
-    run_analysis(config, arguments.snakemake_options, cores=arguments.cores, dry_run=arguments.dry_run)
 
 
 def _prepare(arguments: argparse.Namespace, say: Any) -> None:

@@ -90,9 +90,9 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         if "slurmctld" in self._daemons:
-            with suppress(OSError, subprocess.SubprocessError):
+            with suppress(OSError, subprocess.SubprocessError, LabError):
                 self.slurm("scancel", "--user", pwd.getpwuid(os.getuid()).pw_name)
-                _wait(lambda: not self.jobs(), "the last jobs to end", seconds=20)
+                self.wait_until_idle()
         for name, daemon in reversed(self._daemons.items()):
             daemon.terminate()
             try:
@@ -118,8 +118,16 @@ class Lab:
 
     def details(self, job: str) -> dict[str, str]:
         """What Slurm knows of a job, also for some minutes after its end."""
-        words = self.slurm("scontrol", "--oneliner", "show", "job", job).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        return _fields(self.slurm("scontrol", "--oneliner", "show", "job", job))
+
+    def finished(self) -> list[dict[str, str]]:
+        """Details of the jobs that ended within the last minutes."""
+        lines = self.slurm("scontrol", "--oneliner", "show", "jobs").splitlines()
+        return [job for job in map(_fields, lines) if job.get("JobState") not in (None, "PENDING", "RUNNING")]
+
+    def wait_until_idle(self) -> None:
+        """Wait until no job is left: cancelled ones take some seconds."""
+        _wait(lambda: not self.jobs(), "the last jobs to end", seconds=60)
 
     def _start(self) -> None:
         if os.getuid() != 0:
@@ -202,6 +210,10 @@ def unavailable() -> str | None:
     if SYSTEM_CONF.exists() or SYSTEM_CONF.is_symlink():
         return f"{SYSTEM_CONF} exists: this machine has a Slurm of its own, or another lab is up"
     return None
+
+
+def _fields(line: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
 def _install() -> None:

@@ -2,12 +2,16 @@
 import contextlib
 import os
 import sys
+import time
+from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
 from hvpflow.errors import HvpflowError
 from hvpflow.pipeline.estimate import measure_estimate, training_estimate
+from hvpflow.pipeline.failures import failure_report
+from hvpflow.pipeline.launch import LAUNCHED
 from hvpflow.pipeline.output import CONFIG_NAME, claim_output, closing_words
 from hvpflow.pipeline.plan import make_plan
 from hvpflow.pipeline.settings import config_from_mapping
@@ -32,6 +36,8 @@ with said_by_workflow():
 CONFIG = plan.output / CONFIG_NAME
 SUMMARY = [plan.output / "manifest.json", plan.output / "summary.csv"]
 LOGS = plan.output / "logs"
+STARTED = time.time()
+SCHEDULER_LOGS = Path(".snakemake") / "slurm_logs"
 STEP = f"{sys.executable} -m hvpflow.pipeline.steps"
 
 

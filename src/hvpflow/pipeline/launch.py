@@ -14,23 +14,28 @@ import yaml
 
 from hvpflow.errors import HvpflowError
 from hvpflow.interruption import Interrupted
-from hvpflow.pipeline.output import CONFIG_NAME, check_owner, claim_output
+from hvpflow.pipeline.output import CONFIG_NAME, check_owner, claim_output, closing_words
 from hvpflow.pipeline.plan import Plan, make_plan
 from hvpflow.pipeline.reporting import ERROR_PREFIX, INTERRUPTED_PREFIX
 from hvpflow.pipeline.settings import Config, workflow_root
 
+LAUNCHED = "HVPFLOW_LAUNCHED"
+"""Environment variable that tells the workflow to leave the closing words to its launcher."""
 FAILED_LOGS_SHOWN = 5
 LOG_LINES_SHOWN = 5
 
 
-def run_analysis(config: Config, options: Sequence[str], *, cores: int, dry_run: bool) -> None:
+def run_analysis(config: Config, options: Sequence[str], *, cores: int | None, dry_run: bool) -> str:
     """Analyse by the workflow, in the output directory, so that two analyses share no lock.
 
     Args:
         config: with absolute paths.
         options: further Snakemake options.
-        cores: what Snakemake may use.
+        cores: what Snakemake may use; None where its profile submits to a cluster.
         dry_run: list the pending jobs, and write nothing.
+
+    Returns:
+        The closing words: which files to look at.
 
     Raises:
         HvpflowError: refused before computing, or a job failed (with the last lines of its log).
@@ -43,23 +48,25 @@ def run_analysis(config: Config, options: Sequence[str], *, cores: int, dry_run:
             configuration.write_text(yaml.safe_dump(config.to_mapping(), sort_keys=False), encoding="utf-8")
             work = plan.output if plan.output.is_dir() else Path(directory)
             _snakemake(plan, configuration, work, ["--dry-run", *options], cores=cores)
-        return
+        return ""
     claim_output(plan)
     configuration = plan.output / CONFIG_NAME
     for targets in (["inspected"], []):
-        _snakemake(plan, configuration, plan.output, [*options, *targets], cores=cores)
+        _snakemake(plan, configuration, plan.output, [*targets, *options], cores=cores)
+    return closing_words(plan)
 
 
-def _snakemake(plan: Plan, configuration: Path, directory: Path, options: Sequence[str], *, cores: int) -> None:
+def _snakemake(plan: Plan, configuration: Path, directory: Path, options: Sequence[str], *, cores: int | None) -> None:
     root = workflow_root()
     command = [
         *(sys.executable, "-m", "snakemake", "--snakefile", str(root / "Snakefile")),
         *("--directory", str(directory), "--configfile", str(configuration)),
-        *("--workflow-profile", str(root / "profiles" / "default"), "--cores", str(cores)),
+        *("--workflow-profile", str(root / "profiles" / "default")),
+        *(("--cores", str(cores)) if cores is not None else ()),
         *options,
     ]
     started = time.time()
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONUNBUFFERED": "1", LAUNCHED: "1"})
     try:
         status = process.wait()
     except KeyboardInterrupt:
