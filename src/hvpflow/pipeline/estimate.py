@@ -34,11 +34,12 @@ SLOWER_ENGINE = 3.0
 """``jvp-of-grad`` against ``taylor``."""
 TRAINING_PASSES = 1.5
 """A training step against one direction: forward and backward, and the optimizer's work."""
-START_SECONDS = 180.0
+START_SECONDS = 60.0
 """Starting Python and the GPU, reading the checkpoint, compiling."""
 MARGIN = 1.5
 """What is asked for, against the slowest measured so far."""
 MIN_MINUTES = 10
+"""Asked for at least: file systems have slow days."""
 BASE_MB: dict[Kind, int] = {"cuda": 4000, "cpu": 1500}
 """Python and PyTorch, with its CUDA libraries where they are loaded."""
 _BYTES = 4
@@ -49,7 +50,7 @@ class Estimate:
     """What one job will need."""
 
     seconds: float
-    """Expected, without the start."""
+    """Expected, the start included."""
     slowest_seconds: float
     """The same at the slowest rate measured so far."""
     memory_mb: int
@@ -62,7 +63,7 @@ class Estimate:
 
         A job that needs longer than the limit saves its progress and continues in the next try.
         """
-        wanted = attempt * max(MIN_MINUTES, math.ceil((START_SECONDS + MARGIN * self.slowest_seconds) / 60))
+        wanted = attempt * max(MIN_MINUTES, math.ceil(MARGIN * self.slowest_seconds / 60))
         return wanted if limit is None else min(wanted, limit)
 
     def megabytes(self, attempt: int = 1) -> int:
@@ -85,8 +86,8 @@ def measure_estimate(plan: Plan, *, threads: int = 1) -> Estimate:
     if kind == "cpu":
         memory += _activations_mb(recipe.model, sequences, copies=2 * per_pass + 2)
     return Estimate(
-        seconds=work / statistics.median(rates),
-        slowest_seconds=work / min(rates),
+        seconds=START_SECONDS + work / statistics.median(rates),
+        slowest_seconds=START_SECONDS + work / min(rates),
         memory_mb=BASE_MB[kind] + memory,
         measured_jobs=len(measured),
     )
@@ -104,8 +105,8 @@ def training_estimate(plan: Plan, *, threads: int = 1) -> Estimate:
     if kind == "cpu":
         memory += _activations_mb(recipe.model, recipe.training.micro_batch_size * recipe.num_workers, copies=2)
     return Estimate(
-        seconds=tokens / rate,
-        slowest_seconds=tokens / rate,
+        seconds=START_SECONDS + tokens / rate,
+        slowest_seconds=START_SECONDS + tokens / rate,
         memory_mb=BASE_MB[kind] + memory,
         measured_jobs=int(bool(own)),
     )
