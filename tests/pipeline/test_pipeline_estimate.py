@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from hvpflow.pipeline.estimate import (
 from hvpflow.pipeline.failures import failure_report, jobs_of
 from hvpflow.pipeline.plan import Plan, make_plan
 from hvpflow.pipeline.settings import config_from_mapping
+from hvpflow.pipeline.steps import threads_of
 from hvpflow.pipeline.submit import find_profile, pending_lines, submitted_settings
 
 
@@ -164,3 +166,23 @@ def test_attention_is_no_part_of_the_parameters():
     short = LlamaConfig(vocab_size=100, layers=2, width=8, heads=2, ffn_width=16, context_length=4)
     long = replace(short, context_length=8)
     assert work_of_a_token(long) - work_of_a_token(short) == 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("alone", "variables", "expected"),
+    [
+        (False, {"SLURM_CPUS_PER_TASK": "8"}, 3),
+        (True, {}, 5),
+        (True, {"SLURM_CPUS_PER_TASK": "8", "SLURM_CPUS_ON_NODE": "16"}, 8),
+        (True, {"SLURM_CPUS_ON_NODE": "16"}, 16),
+    ],
+)
+def test_threads_are_those_granted(
+    monkeypatch: pytest.MonkeyPatch, alone: bool, variables: dict[str, str], expected: int
+):
+    for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    arguments = argparse.Namespace(alone=alone, threads=3)
+    assert threads_of(planned(cpu_threads=5).config, arguments) == expected

@@ -149,8 +149,12 @@ def check_aliases(plan: Plan, checkpoint: str) -> dict[str, Any]:
 
 def threads_of(config: Config, arguments: argparse.Namespace) -> int:
     """CPU threads for this process: what was granted, or with the machine to itself what ``cpu_threads`` says."""
-    if not arguments.alone or "SLURM_JOB_ID" in os.environ:
+    if not arguments.alone:
         return arguments.threads or usable_cpus()
+    # Inside an allocation the machine is shared, whatever the affinity mask says: sites differ in what they enforce.
+    for variable in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
+        if os.environ.get(variable, "").isdigit():
+            return int(os.environ[variable])
     wanted = config.analysis.cpu_threads
     return usable_cpus() if wanted == "auto" else wanted
 
