@@ -50,7 +50,7 @@ class TaylorEngine:
             compile_rules=compile_rules,
             loop_directions=on_cpu,
             slice_elements=1 << 17 if on_cpu else 1 << 27,
-            head_elements=1 << 20 if on_cpu else 1 << 27,
+            head_elements=1 << 19 if on_cpu else 1 << 27,
         )
         self._plans: dict[Any, Plan] = {}
         self.plan_of_example = self.plan(*example)

@@ -32,40 +32,46 @@ def attention_probabilities(scores: Tensor, mask: Tensor | None) -> Tensor:
     scores = widen(scores)
     if mask is None:
         return scores.softmax(-1)
-    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(mask)
     unseen = scores.amax(-1, keepdim=True) == -math.inf
     return scores.softmax(-1).masked_fill(unseen, 0)
 
 
-def attention_form(
-    work: Workspace, P: Tensor, dS: Tensor, primal: tuple[Tensor, Tensor, Tensor], adjoint: Tensor,
-    tangents: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Tangent [K, J, R, E] and curvature [K] of one slice; σ is already in the keys and their tangents.
+def _softmax_step(work: Workspace, P: Tensor, dS: Tensor, ds: Tensor) -> tuple[Tensor, Tensor]:
+    """``softmax_form`` of fresh scores ``ds``; without a compiler it overwrites them, to stay within the cache."""
+    if work.compile_rules or ds.dtype != P.dtype:
+        return work.pointwise(softmax_form)(P, dS, ds)
+    weighted = P * ds
+    c = ds.sub_(weighted.sum(-1, keepdim=True))
+    torch.mul(P, c, out=weighted)
+    form = c.square_().mul_(dS).sum(-1).reshape(c.shape[0], -1).sum(-1, dtype=torch.float64)
+    return weighted, form
 
-    P, dS [J, R, S]; primal (q [J, R, E], k [J, S, E], v [J, S, E]); adjoint [J, R, E]; tangents with K in front.
-    The two halves of s' are one product over 2E; [v, v'] likewise; what multiplies P or dS stands side by side
-    for all K, so neither is copied per direction.
+
+def attention_form(
+    work: Workspace, P: Tensor, dS: Tensor, adjoint: Tensor, dq: Tensor, rows: Tensor, columns: Tensor, values: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Tangent [K, J, R, F] and curvature [K] of one slice; σ is already in the keys and their tangents.
+
+    P, dS [J, R, S]; adjoint [J, R, F]; dq [K, J, R, E]; rows [q', q] [K, J, R, 2E]; columns [k, k'] [K, J, S, 2E];
+    values [v, v'] [K, J, S, 2F]. The two halves of s' are one product over 2E, P'[v, v'] is one as well; what
+    multiplies P or dS stands side by side for all K, so neither is copied per direction.
     """
-    q, k, v = primal
-    dq, dk, dv = tangents
     K, J, R, E = dq.shape
-    S, F = v.shape[1:]
-    rows = torch.cat((dq, q.expand(K, -1, -1, -1)), -1).view(K * J, R, 2 * E)
-    columns = torch.cat((k.expand(K, -1, -1, -1), dk), -1).view(K * J, S, 2 * E)
-    ds = torch.bmm(rows, columns.transpose(1, 2)).view(K, J, R, S)
-    dP, form = work.pointwise(softmax_form)(P, dS, ds)
-    values = torch.cat((v.expand(K, -1, -1, -1), dv), -1).view(K * J, S, 2 * F)
-    moved = torch.bmm(work.product_operand(dP).view(K * J, R, S), values).view(K, J, R, 2 * F)
+    S, F = values.shape[2], values.shape[3] // 2
+    flat = (K * J, S, -1)
+    ds = torch.bmm(rows.reshape(K * J, R, 2 * E), columns.reshape(flat).transpose(1, 2)).view(K, J, R, S)
+    dP, form = _softmax_step(work, P, dS, ds)
+    moved = torch.bmm(work.product_operand(dP).view(K * J, R, S), values.reshape(flat)).view(K, J, R, 2 * F)
     form = form + 2 * inner(widen(moved[..., F:]), widen(adjoint))
 
     def aside(x: Tensor) -> Tensor:  # [K, J, n, E] -> [J, n, K·E]
         return x.permute(1, 2, 0, 3).reshape(J, x.shape[2], -1)
 
     gathered = torch.bmm(work.product_operand(dS).transpose(1, 2), aside(dq)).view(J, S, K, E).permute(2, 0, 1, 3)
-    form = form + 2 * inner(widen(gathered), widen(dk))
-    tangent = torch.bmm(work.product_operand(P), aside(dv)).view(J, R, K, F).permute(2, 0, 1, 3)
-    return tangent + moved[..., :F], form
+    form = form + 2 * inner(widen(gathered), widen(columns[..., E:]))
+    tangent = torch.bmm(work.product_operand(P), aside(values[..., F:])).view(J, R, K, F).permute(2, 0, 1, 3)
+    return tangent.add_(moved[..., :F]), form
 
 
 def _grouped(call: Call) -> tuple[int, int]:
@@ -130,35 +136,41 @@ def attention(call: Call) -> Tensor:
     causal = bool(call["is_causal"])
     step_queries = min(T, 128) if causal else min(T, max(1, work.slice_elements // (groups * keys)))
     step_items = max(1, work.slice_elements * len(stacks) // (K * groups * step_queries * keys))
+    hidden = None
+    if causal and mask is None:
+        hidden = torch.full((T, keys), -math.inf, dtype=widen(values[0]).dtype, device=work.device).triu_(1)
     for first in range(0, items, step_items):
         part = slice(first, first + step_items)
         q, k, v, adjoint = (work.product_operand(value[part]) for value in values)
-        k = k * scale
         dq, dk, dv = (work.product_operand(stack[:, part]) for stack in tangents)
-        dk = dk * scale
+        k, n = k * scale, q.shape[0]
+        rows = torch.cat((dq, q.expand(K, *q.shape)), -1)
+        columns = torch.cat((k.expand(K, *k.shape), dk * scale), -1)
+        both = torch.cat((v.expand(K, *v.shape), dv), -1)
         for start in range(0, T, step_queries):
             stop = min(T, start + step_queries)
             seen = min(stop, keys) if causal else keys
-            n, rows = q.shape[0], groups * (stop - start)
-            qs = q[:, :, start:stop].reshape(n, rows, E)
-            adjoints = adjoint[:, :, start:stop].reshape(n, rows, F)
-            ks, vs = k[:, :seen], v[:, :seen]
+            size = groups * (stop - start)
+            here = slice(start, stop)
+            adjoints = adjoint[:, :, here].reshape(n, size, F)
             visible = None
             if mask is not None:
-                visible = (mask if mask.shape[0] == 1 else mask[part])[:, :, start:stop, :seen]
+                visible = (mask if mask.shape[0] == 1 else mask[part])[:, :, here, :seen]
                 visible = visible.expand(-1, groups, -1, -1).flatten(1, 2)
-            elif causal:
-                visible = torch.ones(stop - start, seen, dtype=torch.bool, device=work.device).tril(start)
-                visible = visible.repeat(groups, 1)
-            P = attention_probabilities(torch.bmm(qs, ks.transpose(1, 2)), visible)
-            dP = widen(torch.bmm(adjoints, vs.transpose(1, 2)))
-            dS = P * (dP - (P * dP).sum(-1, keepdim=True))
+            elif hidden is not None:
+                visible = hidden[here, :seen].repeat(groups, 1)
+            P = attention_probabilities(
+                torch.bmm(q[:, :, here].reshape(n, size, E), k[:, :seen].transpose(1, 2)), visible
+            )
+            dP = widen(torch.bmm(adjoints, v[:, :seen].transpose(1, 2)))
+            dS = P * dP.sub_((P * dP).sum(-1, keepdim=True))
             for stack in stacks:
                 moved, contribution = attention_form(
-                    work, P, dS, (qs, ks, vs), adjoints,
-                    (dq[stack, :, :, start:stop].reshape(-1, n, rows, E), dk[stack, :, :seen], dv[stack, :, :seen]),
+                    work, P, dS, adjoints, dq[stack, :, :, here].reshape(-1, n, size, E),
+                    rows[stack, :, :, here].reshape(-1, n, size, 2 * E), columns[stack, :, :seen],
+                    both[stack, :, :seen],
                 )  # fmt: skip
-                output[stack, part, :, start:stop] = moved.view(-1, n, groups, stop - start, F)
+                output[stack, part, :, here] = moved.reshape(-1, n, groups, stop - start, F)
                 work.total[stack] += contribution
     return output.view(K, *call.output.shape)
 

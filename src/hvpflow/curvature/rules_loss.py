@@ -111,6 +111,13 @@ def _moments(p: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
     return weighted.sum(-1), (weighted * dz).sum(-1)
 
 
+def _moments_in(p: Tensor, dz: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
+    """``_moments`` without new memory: a block larger than the cache is read and written as seldom as can be."""
+    torch.mul(p, dz, out=scratch)
+    first = scratch.sum(-1)
+    return first, scratch.mul_(dz).sum(-1)
+
+
 def _first_moment(p: Tensor, dz: Tensor) -> Tensor:
     return (p * widen(dz)).sum(-1)
 
@@ -143,6 +150,7 @@ def head_rule(call: Call) -> Any:
     first_order = torch.zeros(K, dtype=torch.float64, device=work.device)
     step = max(1, work.head_elements // N)
     buffer = x.new_empty(N * min(step, V))
+    scratch = None if work.compile_rules or work.amp else torch.empty_like(buffer)
     for start in range(0, V, step):
         block = slice(start, min(V, start + step))
         size = block.stop - block.start
@@ -168,7 +176,10 @@ def head_rule(call: Call) -> Any:
             if len(shift) == k:
                 shift.append(_first_moment(p, dz) / mass.clamp(min=torch.finfo(mass.dtype).tiny))
                 dz -= shift[k][:, None].to(dz.dtype)
-            first, second = work.pointwise(_moments)(p, dz)
+            if scratch is None:
+                first, second = work.pointwise(_moments)(p, dz)
+            else:
+                first, second = _moments_in(p, dz, scratch[: N * size].view(N, size))
             moments[0, k] += mass
             moments[1, k] += first
             moments[2, k] += second
