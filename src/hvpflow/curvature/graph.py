@@ -23,10 +23,13 @@ import hvpflow.curvature.rules_structure  # noqa: F401 (each fills the table of 
 from hvpflow.curvature.directions import trainable_parameters
 from hvpflow.curvature.fusion import fuse
 from hvpflow.curvature.rules import RULES, Rule, bind, node_inputs
+from hvpflow.curvature.rules_pointwise import gated_product
 from hvpflow.errors import HvpflowError
 
 _STOPS = (torch.ops.aten.detach.default,)
 """Operations whose output is a constant to every derivative."""
+_FRESH = (torch.ops.aten.linear.default, gated_product)
+"""Operations whose tangent always lies in memory of its own."""
 
 
 @dataclass(slots=True)
@@ -39,6 +42,8 @@ class Step:
     moving: frozenset[str]
     curved: bool
     final: bool
+    owned: frozenset[str] = frozenset()
+    """Arguments whose tangents the rule may overwrite."""
     last_tangents: list[fx.Node] = field(default_factory=list)
     """Nodes whose tangents nobody reads after this step."""
     last_values: list[fx.Node] = field(default_factory=list)
@@ -169,7 +174,12 @@ def _steps(nodes: list[fx.Node], moving: set[fx.Node], loss: fx.Node) -> list[St
         if node is loss and node.target is operator.getitem:
             continue  # it only picks the loss from the output of the step before
         picked = loss.target is operator.getitem and list(node.users) == [loss]
-        steps.append(Step(node, rule, bound, names, rule.curved(names), node is loss or picked))
+        owned = frozenset(
+            name
+            for name, value in bound.items()
+            if isinstance(value, fx.Node) and value.target in _FRESH and list(value.users) == [node]
+        )
+        steps.append(Step(node, rule, bound, names, rule.curved(names), node is loss or picked, owned))
     if refused:
         raise HvpflowError(
             "the fast curvature engine cannot differentiate this model: "

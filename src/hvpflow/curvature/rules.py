@@ -83,6 +83,8 @@ class Call:
     shapes: dict[str, Any]
     """Argument name -> shape of a tensor, a list of them for a list of tensors, None otherwise."""
     work: Workspace
+    owned: frozenset[str]
+    """Arguments whose tangents nobody else reads, now or later, in memory of their own: they may be overwritten."""
     final: bool
     """Whether the output is the loss itself, whose tangent nobody reads."""
 

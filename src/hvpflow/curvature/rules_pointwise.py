@@ -143,9 +143,11 @@ def quotient_form(a: Tensor, b: Tensor, adjoint: Tensor, da: Tensor, db: Tensor)
 
 def run_sliced(
     work: Workspace, form: Callable[..., tuple[Tensor, Tensor]], values: list[Tensor], tangents: list[Tensor],
-    dtype: torch.dtype,
+    dtype: torch.dtype, *, reuse: bool = False,
 ) -> Tensor:  # fmt: skip
     """Run ``form(*values, *tangents)`` over slices of the entries, all of one shape; return the tangent.
+
+    With ``reuse`` it may be written over the first of ``tangents``.
 
     Adds the contribution to the total. On a CPU a slice's temporaries stay in the cache; compiled code needs none.
     """
@@ -158,7 +160,8 @@ def run_sliced(
         tangent, contribution = form(*values, *tangents)
         work.total += contribution
         return tangent.to(dtype).view(shape)
-    output = tangents[0].new_empty((K, length), dtype=dtype)
+    in_place = reuse and tangents[0].dtype == dtype
+    output = tangents[0] if in_place else tangents[0].new_empty((K, length), dtype=dtype)
     for start in range(0, length, size):
         part = slice(start, start + size)
         tangent, contribution = form(*(v[part] for v in values), *(t[:, part] for t in tangents))
@@ -349,4 +352,4 @@ def gated_product_rule(call: Call) -> Tensor:
     assert call.adjoint is not None
     form = call.work.pointwise(_GATE_FORMS[call["name"]])
     values, tangents = [call["a"], call["b"], call.adjoint], [call.tangent("a"), call.tangent("b")]
-    return run_sliced(call.work, form, values, tangents, _stored(call, "a", "b"))
+    return run_sliced(call.work, form, values, tangents, _stored(call, "a", "b"), reuse="a" in call.owned)

@@ -125,5 +125,6 @@ def _call(step: Step, work: Workspace, sources: Values, kept: Values, adjoint: T
         value=kept.get(step.node),
         shapes={name: shape(bound) for name, bound in step.bound.items()},
         work=work,
+        owned=step.owned,
         final=step.final,
     )
