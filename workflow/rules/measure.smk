@@ -10,11 +10,11 @@ rule inspect:
         plan.run_directory / "resolved.yaml",
     output:
         plan.inspect_path("{checkpoint}"),
-    params:
-        workers=plan.reads_workers,
-    priority: 1
     log:
         LOGS / "inspect" / "{checkpoint}.log",
+    priority: 1
+    params:
+        workers=plan.reads_workers,
     shell:
         "{STEP} inspect --config {CONFIG:q} --checkpoint={wildcards.checkpoint:q} --log {log:q}"
 
@@ -26,16 +26,16 @@ rule measure:
         plan.cache_directory / "manifest.json",
     output:
         plan.measure_path("{checkpoint}", "{case}", "{shard}"),
-    params:
-        settings=plan.digest,
     log:
         LOGS / "measure" / "{checkpoint}.{case}.{shard}.log",
     benchmark:
         LOGS / "measure" / "{checkpoint}.{case}.{shard}.benchmark.tsv"
     threads: granted_threads()
     resources:
-        gpu=plan.gpus(plan.config.analysis.device),
         **estimated(measure_estimate),
+        gpu=plan.gpus(plan.config.analysis.device),
+    params:
+        settings=plan.digest,
     shell:
         "exec {STEP} measure --config {CONFIG:q} --settings {params.settings} --checkpoint={wildcards.checkpoint:q}"
         " --case {wildcards.case} --shard {wildcards.shard} --threads {threads} {ALONE} --log {log:q}"

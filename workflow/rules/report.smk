@@ -7,16 +7,14 @@ localrules:
 
 rule samples:
     input:
-        lambda wildcards: [
-            plan.measure_path(wildcards.checkpoint, wildcards.case, shard) for shard in plan.shards
-        ],
+        lambda wildcards: [plan.measure_path(wildcards.checkpoint, wildcards.case, shard) for shard in plan.shards],
         lambda wildcards: [plan.inspect_path(name) for name in plan.alias_of(wildcards.checkpoint).members],
     output:
         plan.samples_path("{checkpoint}", "{case}"),
-    params:
-        settings=plan.digest,
     log:
         LOGS / "samples" / "{checkpoint}.{case}.log",
+    params:
+        settings=plan.digest,
     shell:
         "{STEP} samples --config {CONFIG:q} --checkpoint={wildcards.checkpoint:q} --case {wildcards.case}"
         " --log {log:q}"
@@ -29,10 +27,10 @@ rule summary:
     output:
         report(SUMMARY[0], category="Data", caption="../report/manifest.rst"),
         report(SUMMARY[1], category="Data", caption="../report/summary.rst"),
-    params:
-        rows=list(plan.checkpoints),
     log:
         LOGS / "summary.log",
+    params:
+        rows=list(plan.checkpoints),
     shell:
         "{STEP} summary --config {CONFIG:q} --log {log:q}"
 
@@ -50,9 +48,9 @@ rule figures:
             )
             for path in plan.figure_paths
         ],
-    params:
-        training_norms=plan.config.analysis.training_norms,
     log:
         LOGS / "figures.log",
+    params:
+        training_norms=plan.config.analysis.training_norms,
     shell:
         "{STEP} figures --config {CONFIG:q} --log {log:q}"

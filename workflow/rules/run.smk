@@ -8,13 +8,13 @@ if plan.config.owned:
     rule token_cache:
         output:
             plan.cache_directory / "manifest.json",
-        params:
-            request=plan.preparation_digest,
         log:
             LOGS / "token_cache.log",
         benchmark:
             LOGS / "token_cache.benchmark.tsv"
         threads: granted_threads()
+        params:
+            request=plan.preparation_digest,
         shell:
             "{STEP} prepare --config {CONFIG:q} --threads {threads} {ALONE} --log {log:q}"
 
@@ -23,16 +23,16 @@ if plan.config.owned:
             plan.cache_directory / "manifest.json",
         output:
             plan.trained_paths,
-        params:
-            recipe=plan.recipe_digest,
         log:
             LOGS / "train.log",
         benchmark:
             LOGS / "train.benchmark.tsv"
         threads: granted_threads()
         resources:
-            gpu=plan.gpus(plan.recipe.runtime.device),
             **estimated(training_estimate),
+            gpu=plan.gpus(plan.recipe.runtime.device),
+        params:
+            recipe=plan.recipe_digest,
         shell:
             "exec {STEP} train --config {CONFIG:q} --threads {threads} {ALONE} --log {log:q}"
 

@@ -94,12 +94,10 @@ def open_output(directory: Path) -> Config:
 
 
 def closing_words(plan: Plan) -> str:
-    """The files to look at, as the last lines of a finished analysis; "" where nothing is finished."""
-    files = [plan.output / "summary.csv", *(path for path in plan.figure_paths if path.suffix == ".png")]
-    present = [path for path in files if path.is_file()]
-    if len(present) < len(files) - (0 if plan.config.analysis.plots else 3):
-        return ""
-    return "\n".join(["", "Look at:", *(f"  {path}" for path in present)])
+    """The files to look at, as the last lines of a finished analysis; "" where it is not finished."""
+    figures = [path for path in plan.figure_paths if path.suffix == ".png" and plan.config.analysis.plots]
+    files = [plan.output / "summary.csv", *figures]
+    return "\n".join(["", "Look at:", *(f"  {path}" for path in files)]) if all(map(Path.is_file, files)) else ""
 
 
 def _entries(directory: Path) -> list[Path]:
