@@ -26,6 +26,8 @@ rule inspected:
 onstart:
     with said_by_workflow():
         claim_output(plan)
+    for note in plan.notes if LAUNCHED not in os.environ else ():
+        print(f"note: {note}", file=sys.stderr)
 
 
 onsuccess:

@@ -25,6 +25,7 @@ from hvpflow.data.epochs import Sampling, analysis_epoch, required_train_tokens
 from hvpflow.data.prepare import CorpusSettings, PrepareRequest, prepare_cache
 from hvpflow.data.shards import SplitWriter
 from hvpflow.errors import HvpflowError
+from hvpflow.files import fingerprint
 
 WORDS = ["curvature", "hessian", "gradient", "noise", "epoch", "shard", "token", "batch", "model", "loss"]
 
@@ -150,12 +151,13 @@ def test_changed_text_is_noted_and_the_cache_stays(
     first = prepare_cache(request_files(), tmp_path / "cache", num_workers=1)
     lines: list[str] = []
     prepare_cache(request_files(), tmp_path / "cache", num_workers=1, progress=lines.append)
-    assert lines == []
+    assert [line for line in lines if "prepared already" not in line] == []
+    lines.clear()
     (tmp_path / "text" / "more.jsonl").write_text('{"text": "more"}\n')
     again = prepare_cache(request_files(), tmp_path / "cache", num_workers=1, progress=lines.append)
     assert again.identity == first.identity
-    assert len(lines) == 1
-    assert "source text has changed" in lines[0]
+    assert len(lines) == 2
+    assert "source text has changed" in lines[1]
     # The text may also be gone.
     shutil.rmtree(tmp_path / "text")
     assert prepare_cache(request_files(), tmp_path / "cache", num_workers=1).identity == first.identity
@@ -176,6 +178,35 @@ def test_another_request_moves_the_old_cache_aside(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "cache.replaced-1", "cache.replaced-2", "text"]
 
 
+def test_a_larger_cache_of_the_same_text_serves(tmp_path: Path, request_files: Callable[..., PrepareRequest]) -> None:
+    """Recipes of different budgets share a cache; one that needs more than it holds does not get it."""
+    asked = request_files()
+    large = prepare_cache(asked, tmp_path / "cache", num_workers=1)
+    smaller = dataclasses.replace(asked, train_tokens=asked.train_tokens // 2)
+    assert prepare_cache(smaller, tmp_path / "cache", num_workers=1).identity == large.identity
+    small = prepare_cache(smaller, tmp_path / "other", num_workers=1)
+    assert small.identity != large.identity
+    assert prepare_cache(asked, tmp_path / "other", num_workers=1).identity == large.identity
+    assert TokenCache.open(tmp_path / "other.replaced-1").identity == small.identity
+
+
+def test_another_systems_cache_that_serves_is_used_as_it_is(
+    tmp_path: Path, request_files: Callable[..., PrepareRequest]
+) -> None:
+    asked = request_files()
+    directory = prepare_cache(asked, tmp_path / "cache", num_workers=1).directory
+    manifest = json.loads((directory / "manifest.json").read_text())
+    del manifest["preparation"], manifest["identity"]
+    manifest["identity"] = fingerprint(manifest)
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    (directory / "manifest.copy.json").unlink()
+    assert prepare_cache(asked, directory, num_workers=1).identity == manifest["identity"]
+    with pytest.raises(HvpflowError, match="does not serve"):
+        prepare_cache(request_files(shuffle_seed=6), directory, num_workers=1)
+    with pytest.raises(HvpflowError, match="does not serve"):
+        prepare_cache(dataclasses.replace(asked, train_tokens=10 * asked.train_tokens), directory, num_workers=1)
+
+
 def test_other_directories_are_not_touched(
     tmp_path: Path, request_files: Callable[..., PrepareRequest], write_cache: Callable[..., Path]
 ) -> None:
@@ -187,7 +218,7 @@ def test_other_directories_are_not_touched(
     assert (notes / "diary.txt").read_text() == "mine"
     foreign = write_cache()
     before = sorted(foreign.iterdir())
-    with pytest.raises(HvpflowError, match="not prepared by hvpflow; nothing was touched"):
+    with pytest.raises(HvpflowError, match=r"not prepared by hvpflow and does not serve .*; nothing was touched"):
         prepare_cache(request_files(), foreign, num_workers=1)
     assert sorted(foreign.iterdir()) == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -80,6 +81,33 @@ def test_dotted_override_makes_the_sections_it_needs():
     set_dotted(mapping, "training.checkpoint_epochs=[1, 2]")
     set_dotted(mapping, "analysis.amp=true")
     assert mapping == {"output": "x", "training": {"checkpoint_epochs": [1, 2]}, "analysis": {"amp": True}}
+
+
+def test_run_directory_is_given_once():
+    config = config_from_mapping({"recipe": "demo", "run": "mine"})
+    assert config.training_recipe.runtime.output_dir == "mine"
+    with pytest.raises(HvpflowError, match="give the run directory once"):
+        config_from_mapping({"recipe": "demo", "run": "mine", "runtime": {"output_dir": "other"}})
+
+
+def test_text_and_its_name_must_agree():
+    for mapping in (
+        {"recipe": "20m", "corpus": {"source": "python-stdlib"}},
+        {"recipe": "demo", "data": {"dataset": "x"}},
+    ):
+        with pytest.raises(HvpflowError, match=r"corpus\.source"):
+            make_plan(config_from_mapping(mapping)).preparation_digest  # noqa: B018
+
+
+def test_a_cache_that_is_not_the_one_trained_on_is_mentioned(workplace):
+    path = workplace.directory / "run" / "environment.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    mapping = {"run": str(workplace.directory / "run"), "analysis": {"cache_dir": str(workplace.directory / "cache")}}
+    assert make_plan(config_from_mapping(mapping)).notes == ()
+    record["loader"]["cache_identity"] = "0" * 64
+    path.write_text(json.dumps(record), encoding="utf-8")
+    (note,) = make_plan(config_from_mapping(mapping)).notes
+    assert "was trained on the token cache 000000000000" in note
 
 
 def test_nothing_to_work_on_is_refused():

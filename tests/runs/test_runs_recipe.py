@@ -40,9 +40,11 @@ def changed(key: str, value: Any, *, packed: bool = False) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_presets_state_every_key(path: Path) -> None:
-    recipe = load_recipe(path)
+    mapping = yaml.safe_load(path.read_text())
+    mapping.pop("corpus", None)  # where text comes from is no part of a run
+    recipe = recipe_from_mapping(mapping)
     # Equal to the last key: a new setting must be added to the presets, where users look for it.
-    assert json.dumps(yaml.safe_load(path.read_text())) == json.dumps(recipe.to_mapping())
+    assert json.dumps(mapping) == json.dumps(recipe.to_mapping())
     assert recipe.generation == "new"
 
 

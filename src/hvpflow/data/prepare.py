@@ -100,8 +100,9 @@ def _silent(line: str) -> None:
 def prepare_cache(
     request: PrepareRequest, directory: Path, *, num_workers: int, progress: Callable[[str], None] = _silent
 ) -> TokenCache:
-    """Make the requested token cache in ``directory``, or return it where it already lies there.
+    """Make the requested token cache in ``directory``, or return the one that lies there if it serves the request.
 
+    A cache of the same text and tokenizer that holds at least as many tokens serves, so several recipes can share one.
     A finished cache of another request is moved aside (``NAME.replaced-1``, …). While the new one is made it lies in a
     hidden directory beside ``directory``, which takes the name in one step at the end.
 
@@ -155,12 +156,17 @@ def _finished(request: PrepareRequest, target: Path, progress: Callable[[str], N
     manifest = read_manifest(target)
     preparation = manifest.get("preparation")
     if not isinstance(preparation, dict):
-        raise HvpflowError(
-            f"{target} holds a token cache that was not prepared by hvpflow; nothing was touched: train on it as it "
-            "is, or choose another data.cache_dir"
-        )
-    if preparation.get("digest") != request.digest():
+        if not _foreign_serves(manifest, request):
+            raise HvpflowError(
+                f"{target} holds a token cache that was not prepared by hvpflow and does not serve this recipe "
+                "(another dataset, tokenizer or shuffle, or too few tokens); nothing was touched: choose another "
+                "data.cache_dir"
+            )
+        progress(f"using the token cache {target} as it is")
+        return True
+    if preparation.get("digest") != request.digest() and not _serves(preparation, request):
         return False
+    progress(f"the token cache {target} is prepared already")
     with contextlib.suppress(HvpflowError):
         now = local_fingerprint(request.corpus, request.dataset)
         if now is not None and now != preparation.get("source_fingerprint"):
@@ -169,6 +175,29 @@ def _finished(request: PrepareRequest, target: Path, progress: Callable[[str], N
                 "To make it anew, move it away"
             )
     return True
+
+
+def _serves(preparation: dict[str, Any], request: PrepareRequest) -> bool:
+    """Whether our own cache of another request holds all that this one asks for, and more."""
+    sizes = ("train_tokens", "validation_tokens")
+    made, wanted = preparation.get("request"), request.to_mapping()
+    if preparation.get("version") != _PREPARATION_VERSION or not isinstance(made, dict) or made.keys() != wanted.keys():
+        return False
+    same = all(made[key] == wanted[key] for key in wanted if key not in sizes)
+    return same and all(made[key] >= wanted[key] for key in sizes)
+
+
+def _foreign_serves(manifest: dict[str, Any], request: PrepareRequest) -> bool:
+    """Whether another system's cache holds what this request asks for."""
+    shuffle = {"shuffle_seed": request.shuffle_seed, "shuffle_buffer": request.shuffle_buffer}
+    return (
+        all(manifest[key] == getattr(request, key) for key in ("dataset", "tokenizer", "vocab_size"))
+        and request.revision in ("main", manifest["dataset_revision"])
+        and request.tokenizer_revision in ("main", manifest["tokenizer_revision"])
+        and shuffle.items() <= manifest["preprocessing"].items()
+        and manifest["splits"]["train"]["tokens"] >= request.train_tokens
+        and manifest["splits"]["validation"]["tokens"] >= min(request.validation_tokens, 2)
+    )
 
 
 def _check_room(request: PrepareRequest, work: Path) -> None:
@@ -184,7 +213,7 @@ def _check_room(request: PrepareRequest, work: Path) -> None:
 def _write_cache(request: PrepareRequest, work: Path, progress: Callable[[str], None]) -> None:
     """Fill ``work`` with tokenizer, shards and manifest."""
     corpus = open_corpus(request.corpus, request.dataset, request.revision)
-    progress(f"text: {request.corpus.source}, {request.dataset} at revision {corpus.revision}")
+    progress(f"text: {request.dataset} at revision {corpus.revision}")
     tokenizer = _make_tokenizer(request, corpus, progress)
     tokenizer.save(work / "tokenizer")
     complete, splits = _write_splits(request, corpus, tokenizer, work, progress)

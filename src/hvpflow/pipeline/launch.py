@@ -42,6 +42,8 @@ def run_analysis(config: Config, options: Sequence[str], *, cores: int | None, d
     """
     plan = make_plan(config)
     check_owner(plan)
+    for note in plan.notes:
+        print(f"note: {note}", file=sys.stderr)
     if dry_run:
         with tempfile.TemporaryDirectory() as directory:
             configuration = Path(directory) / CONFIG_NAME

@@ -46,6 +46,8 @@ class Plan:
     aliases: tuple[Alias, ...]
     digest: str
     """Of everything numerical in the settings: results of different settings never share a path."""
+    notes: tuple[str, ...] = ()
+    """What the user should know, and nothing is refused for."""
 
     @property
     def run(self) -> Run:
@@ -149,6 +151,7 @@ def make_plan(config: Config) -> Plan:
         checkpoints=tuple(names),
         aliases=_aliases(names, recipe, output),
         digest=settings_digest(config),
+        notes=(*recipe.warnings, *(() if config.owned else _cache_note(run, cache_directory))),
     )
     if not config.owned:
         _check_files(plan)
@@ -208,6 +211,21 @@ def _check_cache(config: Config, recipe: Recipe, directory: Path) -> None:
         check_cache_matches(recipe, cache)
         for case in config.analysis.cases:
             analysis_epoch(recipe.sampling(), cache, case)
+
+
+def _cache_note(run: Run, directory: Path) -> tuple[str, ...]:
+    """Say so where the run's own record names another token cache than the one that is read now."""
+    path = run.directory / "environment.json"
+    record = read_json(path) if path.is_file() else {}
+    loader = record.get("loader") if isinstance(record, dict) else None
+    trained_on = loader.get("cache_identity") if isinstance(loader, dict) else None
+    found = TokenCache.open(directory).identity
+    if trained_on in (None, found):
+        return ()
+    return (
+        f"{run.directory} was trained on the token cache {str(trained_on)[:12]}…, but {directory} is {found[:12]}…: "
+        "unless it begins with the same training text, the seen case is not what training saw",
+    )
 
 
 def _check_files(plan: Plan) -> None:

@@ -9,6 +9,7 @@ from hvpflow.files import fingerprint
 from hvpflow.pipeline.settings import Config
 from hvpflow.runs.recipe import Recipe, recipe_identity
 
+STDLIB = "python-stdlib"
 VALIDATION_FRACTION = 0.05
 """Default size of the validation split, as a part of the training tokens."""
 MAX_VALIDATION_TOKENS = 4_000_000
@@ -22,6 +23,11 @@ def preparation_request(config: Config) -> PrepareRequest:
     """
     recipe = trained_recipe(config)
     data = recipe.data
+    if (config.corpus.source == STDLIB) != (data.dataset == STDLIB):
+        raise HvpflowError(
+            f"data.dataset is {data.dataset!r}, but corpus.source is {config.corpus.source!r}: the name {STDLIB} is "
+            "for that source alone. Set corpus.source to files or huggingface, or give the dataset its name"
+        )
     needed = required_train_tokens(recipe.sampling(), data.shard_tokens)
     if data.prepare_train_tokens is not None and data.prepare_train_tokens < needed:
         raise HvpflowError(

@@ -104,12 +104,12 @@ class Config:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML configuration and apply ``dotted.key=value`` overrides, values being YAML.
+    """Read a YAML configuration, or the preset of that name; apply ``dotted.key=value`` overrides, values being YAML.
 
     Raises:
         HvpflowError: unreadable file, unknown keys, values out of range.
     """
-    mapping = read_yaml(path)
+    mapping = read_yaml(path if path.is_file() else _preset(path) or path)
     for override in overrides:
         set_dotted(mapping, override)
     return config_from_mapping(mapping, base=path.parent)
@@ -138,6 +138,11 @@ def config_from_mapping(mapping: Mapping[str, Any], *, base: Path | None = None)
         if key not in SECTIONS:
             raise HvpflowError(f"unknown section {str(key)!r} in recipe {config.recipe}{nearest(key, SECTIONS)}")
     recipe = recipe_from_mapping(merge(preset, sections))
+    if config.run is not None:
+        asked = (sections.get("runtime") or {}).get("output_dir", config.run)
+        if asked != config.run:
+            raise HvpflowError(f"run is {config.run!r} and runtime.output_dir {asked!r}: give the run directory once")
+        recipe = dataclasses.replace(recipe, runtime=dataclasses.replace(recipe.runtime, output_dir=config.run))
     if recipe.generation == "old":
         raise HvpflowError(
             "the recipe has data.buffer_size_mib, the old order of sequences, which is analysed but no longer trained; "
@@ -148,7 +153,7 @@ def config_from_mapping(mapping: Mapping[str, Any], *, base: Path | None = None)
 
 def find_recipe(name: str, base: Path | None = None) -> Path:
     """Path of a recipe: a shipped preset's name, or a YAML file (from the current directory, or beside the config)."""
-    presets = {path.stem: path for path in sorted((workflow_root() / "config" / "recipes").glob("*.yaml"))}
+    presets = _presets()
     if name in presets:
         return presets[name]
     for directory in (Path(), *([base] if base else [])):
@@ -157,6 +162,14 @@ def find_recipe(name: str, base: Path | None = None) -> Path:
     raise HvpflowError(
         f"recipe {name!r} is neither a preset nor a file{nearest(name, presets)}; presets: {', '.join(presets)}"
     )
+
+
+def _presets() -> dict[str, Path]:
+    return {path.stem: path for path in sorted((workflow_root() / "config" / "recipes").glob("*.yaml"))}
+
+
+def _preset(path: Path) -> Path | None:
+    return _presets().get(str(path))
 
 
 def workflow_root() -> Path:

@@ -25,9 +25,10 @@ Progress = Callable[[str], None]
 def prepare(config: Config, arguments: argparse.Namespace, progress: Progress) -> None:
     """Make the token cache."""
     from hvpflow.data.prepare import prepare_cache
-    from hvpflow.pipeline.preparation import preparation_request
+    from hvpflow.pipeline.preparation import preparation_request, trained_recipe
 
-    workers = threads_of(config, arguments)
+    granted = threads_of(config, arguments)
+    workers = min(granted, trained_recipe(config).data.prepare_workers or granted)
     prepare_cache(preparation_request(config), cache_directory(config), num_workers=workers, progress=progress)
 
 
@@ -39,7 +40,9 @@ def train(config: Config, arguments: argparse.Namespace, progress: Progress) -> 
 
     recipe = trained_recipe(config)
     set_torch_threads(threads_of(config, arguments))
-    train_run(recipe, TokenCache.open(cache_directory(config)), config.run_directory, progress=progress)
+    cache = TokenCache.open(cache_directory(config))
+    cache.verify()  # reading it once is cheap beside training on it, and a damaged token is no token of this text
+    train_run(recipe, cache, config.run_directory, progress=progress)
 
 
 def inspect(config: Config, arguments: argparse.Namespace, progress: Progress) -> None:

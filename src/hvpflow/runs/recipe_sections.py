@@ -40,13 +40,13 @@ class DataSettings:
     tokenize_batch_size: int = 256
     """Documents encoded at a time; no effect on the result."""
     prepare_workers: int | None = None
-    """Tokenising processes (new generation)."""
+    """Threads that tokenise, at most (new generation); no effect on the result."""
     shuffle_group_size: int | None = None
     """Shards whose sequences are shuffled together (new generation)."""
     buffer_size_mib: float | None = None
     """Size of a range of sequences that are shuffled together (old generation)."""
     prefetch: bool = True
-    """Read ahead in training; no effect on the result."""
+    """Kept for the format; no effect here."""
     prepare_train_tokens: int | None = None
     """Training tokens to prepare; null: what training and an unseen epoch need."""
     prepare_validation_tokens: int | None = None
@@ -214,7 +214,7 @@ class RuntimeSettings:
     output_dir: str = "runs/default"
     """Run directory."""
     cpu_threads: int | Literal["auto"] = 8
-    """auto: the CPUs that the process may use."""
+    """Kept for the format; here analysis.cpu_threads and --threads decide."""
 
     def __post_init__(self) -> None:
         _seed("runtime", self, "seed")
