@@ -14,6 +14,8 @@ rule all:
     default_target: True
     input:
         SUMMARY,
+        # Named too, because Snakemake does not make a missing file again whose dependents are there.
+        [plan.samples_path(alias.measured, case) for alias in plan.aliases for case in plan.cases],
         plan.figure_paths if plan.config.analysis.plots else [],
 
 
@@ -25,6 +27,8 @@ rule inspected:
 
 onstart:
     with said_by_workflow():
+        if LAUNCHED not in os.environ and not workflow.remote_exec:
+            hold_while_running(plan.output)
         claim_output(plan)
     for note in plan.notes if LAUNCHED not in os.environ else ():
         print(f"note: {note}", file=sys.stderr)

@@ -7,14 +7,19 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hvpflow.errors import HvpflowError
 
 _HASH_CHUNK_BYTES = 1 << 20
+_CHECKSUM = "checksum"
+TEMPORARY = ".tmp"
+"""End of the hidden names under which files are written."""
 
 
 @contextlib.contextmanager
@@ -28,7 +33,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
     except OSError as error:
         raise _cannot_write(path, error) from error
     os.close(descriptor)
@@ -71,8 +76,34 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise HvpflowError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HvpflowError(f"{path} is not valid JSON ({error}); delete it to have it made again") from error
+
+
+def write_record(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON mapping atomically with its ``checksum`` as the last key; ``read_record`` checks it."""
+    write_json(path, {**content, _CHECKSUM: fingerprint(content)})
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Read what ``write_record`` wrote, without the checksum.
+
+    Raises:
+        HvpflowError: the file is missing, unreadable, or not as it was written.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict) or content.pop(_CHECKSUM, None) != fingerprint(content):
+        raise HvpflowError(f"{path} is damaged: its checksum is wrong; delete it to have it made again")
+    return content
+
+
+def remove_leftovers(directory: Path, *, seconds: float = 0.0) -> None:
+    """Remove what killed writers left of the temporary files directly in ``directory``, if older than ``seconds``."""
+    with contextlib.suppress(OSError):
+        for path in directory.glob(f".*{TEMPORARY}"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime >= seconds:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def sha256_file(path: Path) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvpflow.errors import HvpflowError
-from hvpflow.files import write_json
+from hvpflow.files import write_record
 from hvpflow.report.manifest import build_manifest
 from hvpflow.report.summary import TINY_LLM_COLUMNS, columns, read_rows, summary_rows, write_summary
 
@@ -101,8 +101,8 @@ def test_every_alias_has_an_entry_and_a_row_that_share_samples(tmp_path: Path):
         ("final.pt", "samples/b.json"),
     ]
     for name, record in arguments["samples"].items():
-        write_json(tmp_path / name, record)
-    write_json(tmp_path / "manifest.json", manifest)
+        write_record(tmp_path / name, record)
+    write_record(tmp_path / "manifest.json", manifest)
     rows = read_rows(tmp_path / "manifest.json")
     assert rows == summary_rows(manifest, arguments["samples"])
     write_summary(rows, tmp_path / "summary.csv")
@@ -151,17 +151,17 @@ def test_damaged_publications_are_refused(tmp_path: Path):
     arguments = make_analysis()
     manifest = build_manifest(**arguments)
     path = tmp_path / "results" / "manifest.json"
-    write_json(path, manifest)
+    write_record(path, manifest)
     with pytest.raises(HvpflowError, match=r"cannot read .*a\.json"):
         read_rows(path)
     for name, record in arguments["samples"].items():
-        write_json(path.parent / name, record | {"result_key": "a" * 64})
+        write_record(path.parent / name, record | {"result_key": "a" * 64})
     with pytest.raises(HvpflowError, match=r"samples/b\.json holds the seen samples of aaa"):
         read_rows(path)
     manifest["checkpoints"][0]["samples"]["seen"] = "../elsewhere.json"
-    write_json(path, manifest)
+    write_record(path, manifest)
     with pytest.raises(HvpflowError, match="outside its directory"):
         read_rows(path)
-    write_json(path, {"version": 2})
+    write_record(path, {"version": 2})
     with pytest.raises(HvpflowError, match="no analysis manifest of version 1"):
         read_rows(path)

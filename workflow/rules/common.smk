@@ -11,6 +11,7 @@ from snakemake.utils import validate
 from hvpflow.errors import HvpflowError
 from hvpflow.pipeline.estimate import measure_estimate, training_estimate
 from hvpflow.pipeline.failures import failure_report
+from hvpflow.pipeline.holding import hold_while_running
 from hvpflow.pipeline.launch import LAUNCHED
 from hvpflow.pipeline.output import CONFIG_NAME, claim_output, closing_words
 from hvpflow.pipeline.plan import make_plan

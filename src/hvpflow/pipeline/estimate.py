@@ -184,7 +184,7 @@ def _finished(work: Path, names: tuple[str, ...]) -> list[_Finished]:
                     tokens_per_second=record["data"]["tokens"] * passes / record["timing"]["total_seconds"],
                 )
             )
-        except (OSError, ValueError, KeyError, TypeError, ArithmeticError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
             continue  # a record of another version says nothing about speed
     return found
 

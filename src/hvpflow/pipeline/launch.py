@@ -14,6 +14,8 @@ import yaml
 
 from hvpflow.errors import HvpflowError
 from hvpflow.interruption import Interrupted
+from hvpflow.pipeline.holding import held_output
+from hvpflow.pipeline.integrity import remove_damaged
 from hvpflow.pipeline.output import CONFIG_NAME, check_owner, claim_output, closing_words
 from hvpflow.pipeline.plan import Plan, make_plan
 from hvpflow.pipeline.reporting import ERROR_PREFIX, INTERRUPTED_PREFIX
@@ -51,14 +53,25 @@ def run_analysis(config: Config, options: Sequence[str], *, cores: int | None, d
             work = plan.output if plan.output.is_dir() else Path(directory)
             _snakemake(plan, configuration, work, ["--dry-run", *options], cores=cores)
         return ""
-    claim_output(plan)
-    configuration = plan.output / CONFIG_NAME
-    for targets in (["inspected"], []):
-        _snakemake(plan, configuration, plan.output, [*targets, *options], cores=cores)
+    with held_output(plan.output, unlock="--unlock" in options) as held:
+        remove_damaged(plan.output, lambda line: print(line, file=sys.stderr, flush=True))
+        claim_output(plan)
+        configuration = plan.output / CONFIG_NAME
+        for targets in (["inspected"], []):
+            _snakemake(plan, configuration, plan.output, [*targets, *options], cores=cores, held=(held,))
     return closing_words(plan)
 
 
-def _snakemake(plan: Plan, configuration: Path, directory: Path, options: Sequence[str], *, cores: int | None) -> None:
+def _snakemake(
+    plan: Plan,
+    configuration: Path,
+    directory: Path,
+    options: Sequence[str],
+    *,
+    cores: int | None,
+    held: Sequence[int] = (),
+) -> None:
+    """Run Snakemake once; it inherits the open files ``held``, so that the output is held as long as it works."""
     root = workflow_root()
     command = [
         *(sys.executable, "-m", "snakemake", "--snakefile", str(root / "Snakefile")),
@@ -68,7 +81,7 @@ def _snakemake(plan: Plan, configuration: Path, directory: Path, options: Sequen
         *options,
     ]
     started = time.time()
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONUNBUFFERED": "1", LAUNCHED: "1"})
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONUNBUFFERED": "1", LAUNCHED: "1"}, pass_fds=held)
     try:
         status = process.wait()
     except KeyboardInterrupt:

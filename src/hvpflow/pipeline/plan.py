@@ -14,7 +14,7 @@ from typing import Any
 from hvpflow.data.cache import TokenCache
 from hvpflow.data.epochs import analysis_epoch
 from hvpflow.errors import HvpflowError
-from hvpflow.files import fingerprint, read_json
+from hvpflow.files import fingerprint, read_json, read_record
 from hvpflow.measure.settings import MEASUREMENT_VERSION
 from hvpflow.pipeline.preparation import preparation_request, recipe_digest
 from hvpflow.pipeline.settings import Config
@@ -170,9 +170,13 @@ def settings_digest(config: Config) -> str:
 
 
 def inspected(plan: Plan, checkpoint: str) -> dict[str, Any] | None:
-    """The checkpoint's inspect record, or None where there is none yet."""
+    """The checkpoint's inspect record, or None where there is none yet.
+
+    Raises:
+        HvpflowError: the record is damaged.
+    """
     path = plan.inspect_path(checkpoint)
-    return read_json(path) if path.is_file() else None
+    return read_record(path) if path.is_file() else None
 
 
 def state_of(record: dict[str, Any]) -> tuple[str, int]:
@@ -189,12 +193,11 @@ def _aliases(names: Sequence[str], recipe: Recipe, output: Path) -> tuple[Alias,
     groups: list[list[str]] = []
     for members in presumed.values():
         states: dict[Any, list[str]] = {}
-        paths = {name: output / "inspect" / f"{name}.json" for name in members}
-        if all(path.is_file() for path in paths.values()):
+        try:
             for name in members:
-                states.setdefault(state_of(read_json(paths[name])), []).append(name)
+                states.setdefault(state_of(read_record(output / "inspect" / f"{name}.json")), []).append(name)
             groups.extend(states.values())
-        else:
+        except HvpflowError:  # not inspected yet, or the record is damaged: the steps say which
             groups.append(members)
     # A bare weight file is the cheapest to read; a name decides among equals, so the choice is stable.
     return tuple(

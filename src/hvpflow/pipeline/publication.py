@@ -10,7 +10,7 @@ from typing import Any
 
 from hvpflow import __version__
 from hvpflow.errors import HvpflowError
-from hvpflow.files import read_json, write_json
+from hvpflow.files import read_record, sha256_file, write_record
 from hvpflow.pipeline.plan import Plan, inspected
 from hvpflow.pipeline.settings import Config
 from hvpflow.report.figures import draw_figures
@@ -27,7 +27,7 @@ def publish_summary(plan: Plan) -> None:
         HvpflowError: a samples or inspect record is missing, damaged, or of other settings.
     """
     paths = [plan.samples_path(alias.measured, case) for alias in plan.aliases for case in plan.cases]
-    samples = {str(path.relative_to(plan.output)): read_json(path) for path in paths}
+    samples = {str(path.relative_to(plan.output)): read_record(path) for path in paths}
     records = [record for name in plan.checkpoints if (record := inspected(plan, name)) is not None]
     training = plan.recipe.training
     manifest = build_manifest(
@@ -42,7 +42,8 @@ def publish_summary(plan: Plan) -> None:
         effective_batch_tokens=training.batch_tokens,
     )
     write_summary(summary_rows(manifest, samples), plan.output / "summary.csv")
-    write_json(plan.output / "manifest.json", manifest)
+    manifest["summary_sha256"] = sha256_file(plan.output / "summary.csv")
+    write_record(plan.output / "manifest.json", manifest)
 
 
 def draw(config: Config, output: Path, *, training_norms: bool) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import sys
 import traceback
@@ -22,14 +23,18 @@ class Reporter:
 
     def __init__(self, log: Path | None) -> None:
         self._log: TextIO | None = None
+        # A disk too full for a log may have room for the result, and a terminal that went away misses only words.
         if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            self._log = log.open("w", encoding="utf-8", buffering=1)
+            with contextlib.suppress(OSError):
+                log.parent.mkdir(parents=True, exist_ok=True)
+                self._log = log.open("w", encoding="utf-8", buffering=1)
 
     def say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
         if self._log is not None:
-            self._log.write(line + "\n")
+            with contextlib.suppress(OSError):
+                self._log.write(line + "\n")
 
     def __enter__(self) -> Self:
         return self
@@ -38,7 +43,8 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._log is not None:
-            self._log.close()
+            with contextlib.suppress(OSError):
+                self._log.close()
 
 
 def reported(work: Callable[[], None], say: Callable[[str], None]) -> int:
@@ -61,10 +67,13 @@ def reported(work: Callable[[], None], say: Callable[[str], None]) -> int:
     except MemoryError:
         say(f"{ERROR_PREFIX}out of memory: lower analysis.directions_per_pass or analysis.hvp_batch_size")
         return 1
+    except BrokenPipeError:
+        return 1  # whoever read our output has gone
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        say(f"{ERROR_PREFIX}no room on the disk: free some space, then repeat the command")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            say(f"{ERROR_PREFIX}no room on the disk: free some space, then repeat the command")
+        else:
+            say(f"{ERROR_PREFIX}{error.filename or 'a file'}: {error.strerror or error}")
         return 1
     except Exception:
         say(traceback.format_exc().rstrip())

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from hvpflow.files import read_json
+from hvpflow.files import read_record
 from hvpflow.pipeline.plan import Plan
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -19,7 +19,7 @@ def status_lines(plan: Plan) -> list[str]:
     inspected = sum(plan.inspect_path(name).is_file() for name in plan.checkpoints)
     samples = [plan.samples_path(alias.measured, case) for alias in plan.aliases for case in plan.cases]
     published = [plan.output / "manifest.json", plan.output / "summary.csv", *plan.figure_paths]
-    seconds = [read_json(path)["timing"]["total_seconds"] for path in done]
+    seconds = [read_record(path)["timing"]["total_seconds"] for path in done]
     pending = len(measurements) - len(done)
     if not pending:
         left = "none"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvpflow.errors import HvpflowError
-from hvpflow.files import read_json, write_json
+from hvpflow.files import read_record, write_record
 from hvpflow.pipeline.plan import Plan, inspected, make_plan, settings_digest, state_of
 from hvpflow.pipeline.reporting import Reporter, reported
 from hvpflow.pipeline.settings import Config, load_config
@@ -51,7 +51,7 @@ def inspect(config: Config, arguments: argparse.Namespace, progress: Progress) -
 
     plan = make_plan(config)
     record = inspect_checkpoint(plan.run, arguments.checkpoint, workers=plan.reads_workers)
-    write_json(plan.inspect_path(arguments.checkpoint), record)
+    write_record(plan.inspect_path(arguments.checkpoint), record)
     progress(f"{arguments.checkpoint}: sound, weights {record['weights_hash'][:12]}")
 
 
@@ -71,14 +71,14 @@ def measure(config: Config, arguments: argparse.Namespace, progress: Progress) -
         TokenCache.open(plan.cache_directory),
         arguments.case,
         config.analysis.measured,
-        inspect_record=read_json(plan.inspect_path(arguments.checkpoint)),
+        inspect_record=read_record(plan.inspect_path(arguments.checkpoint)),
         shard=arguments.shard,
         num_shards=config.analysis.shards,
         device=config.analysis.device,
         store=Store(plan.output / "store"),
         progress=progress,
     )
-    write_json(plan.measure_path(arguments.checkpoint, arguments.case, arguments.shard), record)
+    write_record(plan.measure_path(arguments.checkpoint, arguments.case, arguments.shard), record)
 
 
 def samples(config: Config, arguments: argparse.Namespace, progress: Progress) -> None:
@@ -95,7 +95,7 @@ def samples(config: Config, arguments: argparse.Namespace, progress: Progress) -
     records = []
     for shard in plan.shards:
         path = plan.measure_path(checkpoint, case, shard)
-        record = read_json(path)
+        record = read_record(path)
         check_record(record, str(path))
         expected = record_identity(
             config.analysis.measured,
@@ -114,7 +114,7 @@ def samples(config: Config, arguments: argparse.Namespace, progress: Progress) -
     merged = merge_shards(records, inspect_record=inspect_record)
     for warning in merged.get("warnings", ()):
         progress(f"note on {checkpoint} ({case}): {warning}")
-    write_json(plan.samples_path(checkpoint, case), merged)
+    write_record(plan.samples_path(checkpoint, case), merged)
 
 
 def summary(config: Config, arguments: argparse.Namespace, progress: Progress) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvpflow.errors import HvpflowError
-from hvpflow.files import read_json, write_text
+from hvpflow.files import read_record, write_text
 from hvpflow.report.manifest import CASES, VERSION
 from hvpflow.report.statistics import TINY_LLM_STATISTICS
 
@@ -56,15 +56,15 @@ def read_rows(manifest_path: Path) -> list[dict[str, Any]]:
     Raises:
         HvpflowError: a file is missing or damaged, or a samples file is not the one that the manifest describes.
     """
-    manifest = read_json(manifest_path)
-    if not isinstance(manifest, dict) or manifest.get("version") != VERSION or "checkpoints" not in manifest:
+    manifest = read_record(manifest_path)
+    if manifest.get("version") != VERSION or "checkpoints" not in manifest:
         raise HvpflowError(f"{manifest_path} is no analysis manifest of version {VERSION}: analyse the run again")
     directory, samples = manifest_path.parent.resolve(), {}
     for name in sorted({name for entry in manifest["checkpoints"] for name in entry["samples"].values()}):
         path = (directory / name).resolve()
         if not path.is_relative_to(directory):
             raise HvpflowError(f"{manifest_path} names samples outside its directory: {name}")
-        samples[name] = read_json(path)
+        samples[name] = read_record(path)
     return summary_rows(manifest, samples)
 
 

@@ -13,7 +13,10 @@ from torch import Tensor
 from hvpflow.errors import HvpflowError
 from hvpflow.files import atomic_path
 from hvpflow.runs.arena import Shapes
-from hvpflow.runs.weights import check_names, check_weights
+from hvpflow.runs.weights import check_names, check_weights, weights_hash
+
+WEIGHTS_HASH = "weights_hash"
+"""Metadata key under which a file carries the hash of its weights."""
 
 
 def read_safetensors(path: Path, shapes: Shapes, where: str | None = None) -> dict[str, Tensor]:
@@ -33,6 +36,13 @@ def read_safetensors(path: Path, shapes: Shapes, where: str | None = None) -> di
             check_names(names, shapes, where)
             _check_header({name: file.get_slice(name) for name in names}, shapes, where)
             weights = {name: file.get_tensor(name) for name in names}
+            # The format has no checksum; our own files carry one, without which a flipped bit would pass for a weight.
+            expected = (file.metadata() or {}).get(WEIGHTS_HASH)
+            if expected is not None and expected != weights_hash(weights):
+                raise HvpflowError(
+                    f"{where}: checksum mismatch, the weights are not those that were written: the file is damaged; "
+                    "copy or export it again"
+                )
             return check_weights(weights, shapes, where)
     except HvpflowError:
         raise

@@ -19,7 +19,7 @@ from hvpflow.errors import HvpflowError
 from hvpflow.runs.pt_files import load_pt, write_pt
 from hvpflow.runs.recipe import Recipe
 from hvpflow.runs.run import checkpoint_epoch
-from hvpflow.runs.safetensors_files import write_safetensors
+from hvpflow.runs.safetensors_files import WEIGHTS_HASH, write_safetensors
 from hvpflow.runs.state_format import PACKED_EPOCH, TrainingState, write_training_state
 from hvpflow.runs.weights import weights_hash
 from hvpflow.training.learner import Learner, SingleLearner
@@ -113,7 +113,7 @@ class Saver:
             "epoch": position.completed_epochs,
             "step": position.step,
             "tokens": tokens,
-            "weights_hash": weights_hash(weights),
+            WEIGHTS_HASH: weights_hash(weights),
         }
         write_safetensors(self.workspace.path(name), weights, metadata)
 

@@ -20,8 +20,10 @@ from hvpflow.files import write_json, write_text
 from hvpflow.interruption import Interrupted, stop_on_signal
 from hvpflow.models.llama import Llama
 from hvpflow.runs.checkpoints import read_checkpoint
+from hvpflow.runs.pt_files import load_pt
 from hvpflow.runs.recipe import Recipe, check_cache_matches, load_recipe, recipe_identity, retained_files
 from hvpflow.runs.run import Run
+from hvpflow.runs.safetensors_files import read_safetensors
 from hvpflow.training.loop import Trainer
 from hvpflow.training.metrics import MetricsLog, environment, evaluation_metrics
 from hvpflow.training.schedule import make_schedule
@@ -56,6 +58,8 @@ def train_run(
     retained = retained_files(recipe)
     with claim(directory, recipe_identity(recipe, cache.identity), progress) as workspace:
         path = workspace.path("resolved.yaml")
+        if workspace.is_complete(retained):
+            _forget_damaged(recipe, workspace, retained, progress)
         if not workspace.is_complete(retained):
             write_text(path, recipe.to_yaml())
             with _run_log(workspace.path("run.log"), progress) as log:
@@ -77,6 +81,7 @@ def evaluate_checkpoint(
         ``split``, ``validation_complete``, and the checkpoint's name, epoch, step and training tokens.
     """
     check_cache_matches(run.recipe, cache)
+    cache.verify()
     checkpoint = read_checkpoint(run, name, workers=False)
     device = choose_device(str(device))
     model = Llama(run.recipe.model)
@@ -110,6 +115,25 @@ def _check_feasible(recipe: Recipe, cache: TokenCache) -> None:
     validation_subset(split, recipe.model.context_length, settings.subset_blocks, settings.seed)
 
 
+def _forget_damaged(recipe: Recipe, workspace: Workspace, retained: list[str], progress: Callable[[str], None]) -> None:
+    """Remove private checkpoints that are to be published again but are damaged, so that they are trained again.
+
+    A published file is a link to the private one: whatever damages it damages both, and deleting it mends neither.
+    """
+    for name in retained:
+        path = workspace.path(name)
+        if (workspace.run_directory / name).exists() or not path.is_file():
+            continue
+        try:
+            if path.suffix == ".safetensors":
+                read_safetensors(path, recipe.model.parameter_shapes())
+            else:
+                load_pt(path)
+        except HvpflowError as error:
+            progress(f"{name} is trained again: {error}")
+            path.unlink()
+
+
 def _train(
     recipe: Recipe,
     cache: TokenCache,
@@ -120,6 +144,7 @@ def _train(
 ) -> None:
     for setting in _without_effect(recipe, device):
         progress(f"{setting} has no effect here")
+    cache.verify()
     learner = make_learner(recipe, device)
     position = resume(recipe, workspace, learner, retained, progress)
     rows = MetricsLog(workspace.path("metrics.jsonl")).rewind(position.step, position.completed_epochs)

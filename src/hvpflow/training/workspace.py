@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hvpflow.errors import HvpflowError
-from hvpflow.files import atomic_path, read_json, write_json
+from hvpflow.files import TEMPORARY, atomic_path, read_json, remove_leftovers, write_json
 
 PRIVATE = ".training"
 ROLLING_STATE = "rolling.pt"
@@ -86,6 +86,8 @@ def claim(run_directory: Path, identity: str, progress: Callable[[str], None]) -
                 ) from error
         progress(f"{run_directory} held a run of another recipe; it is now at {aside}")
     with _lock(workspace):
+        for directory in (workspace.directory, *workspace.directory.glob("node-*"), run_directory):
+            remove_leftovers(directory)
         if not workspace.path(_IDENTITY).exists():
             write_json(workspace.path(_IDENTITY), {"layout": _LAYOUT_VERSION, "recipe_identity": identity})
         yield workspace
@@ -136,7 +138,7 @@ def _link(source: Path, target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # A link cannot replace a file; so it is made under a temporary name and renamed.
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.", suffix=TEMPORARY) as temporary:
             link = Path(temporary) / target.name
             os.link(source, link)
             os.utime(link)  # newer than the inputs, which is how workflow managers recognise a fresh output
