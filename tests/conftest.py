@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# Models this small gain nothing from a second thread, and tests run side by side.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(scope="session")
 def reference() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,6 +63,7 @@ def tiny_mapping() -> dict[str, Any]:
             "noise_samples": 3,
             "random_samples": 2,
             "device": "cpu",
+            "cpu_threads": 1,
             "directions_per_pass": 4,
         },
     }
@@ -69,7 +72,7 @@ def tiny_mapping() -> dict[str, Any]:
 def write_text_files(directory: Path) -> None:
     """Eight files of made-up sentences, the same ones every time."""
     draw = random.Random(7)
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     for number in range(8):
         lines = [" ".join(draw.choices(TEXT.split(), k=12)) + "." for _ in range(120)]
         (directory / f"{number}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -112,6 +115,21 @@ class Workplace:
 
     def hvpflow(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         return run([sys.executable, "-m", "hvpflow.cli", *words], self.directory, check=check)
+
+
+def finished_workflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory where the whole workflow ran once; processes that test side by side share it."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    place = Workplace(base / "finished-workflow")
+    with (base / "finished-workflow.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (place.directory / "results" / "summary.csv").is_file():
+            write_text_files(place.directory / "text")
+            place.write_config(tiny_mapping())
+            place.snakemake()
+    return place.directory
 
 
 def environment(directory: Path) -> dict[str, str]:

@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workflow_cases import Workplace, tiny_mapping, write_text_files
+from workflow_cases import Workplace, finished_workflow, tiny_mapping, write_text_files
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory where the whole workflow ran once. Never change it: ask for ``workplace``."""
-    place = Workplace(tmp_path_factory.mktemp("finished"))
-    write_text_files(place.directory / "text")
-    place.write_config(tiny_mapping())
-    place.snakemake()
-    return place.directory
+    return finished_workflow(tmp_path_factory)
 
 
 @pytest.fixture
