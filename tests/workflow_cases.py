@@ -98,8 +98,8 @@ class Workplace:
 
     def snakemake(self, *options: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         command = [
-            *(sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "-j1"),
-            *("--directory", str(self.directory), "--configfile", str(self.config), *options),
+            *(sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--configfile"),
+            *(str(self.config), "--directory", str(self.directory), "-j1", *options),
         ]
         return run(command, self.directory, check=check)
 
@@ -152,7 +152,7 @@ def scalars(path: Path) -> Any:
     def strip(value: Any) -> Any:
         if isinstance(value, dict):
             return {
-                k: strip(v) for k, v in value.items() if not k.endswith("seconds") and k not in ("timing", "reused")
+                k: strip(v) for k, v in value.items() if not k.endswith("seconds") and k not in ("timing", "checksum")
             }
         return [strip(item) for item in value] if isinstance(value, list) else value
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from workflow_cases import scalars
+from workflow_cases import ROOT, environment, scalars
 
 FIGURES = ("normalized-alignment", "noise-alignment", "gradient-norms")
 
@@ -150,24 +150,25 @@ def test_touched_checkpoint_costs_a_hash_and_no_measurement(workplace):
 
 def test_killed_workflow_continues_to_the_undisturbed_result(finished, fresh):
     """SIGKILL to the whole process group while training and again while measuring."""
-    command = [
-        *(sys.executable, "-m", "snakemake", "--snakefile", str(Path(__file__).parents[2] / "Snakefile"), "-j1"),
-        *("--directory", str(fresh.directory), "--configfile", str(fresh.config)),
-    ]
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--configfile"]
+    command += [str(fresh.config), "--directory", str(fresh.directory), "-j1", "--rerun-incomplete"]
     for awaited in (fresh.directory / "run" / ".training", fresh.directory / "results" / "inspect"):
         process = subprocess.Popen(
             command,
             cwd=fresh.directory,
+            env=environment(fresh.directory),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         deadline = time.monotonic() + 120
-        while not awaited.exists() and process.poll() is None and time.monotonic() < deadline:
+        while not awaited.exists():
+            assert process.poll() is None, "it ended before it could be killed"
+            assert time.monotonic() < deadline
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    fresh.snakemake("--unlock")
+        fresh.snakemake("--unlock")
     fresh.snakemake("--rerun-incomplete")
     for path in sorted((finished / "results" / "samples").iterdir()):
         assert scalars(fresh.directory / "results" / "samples" / path.name) == scalars(path)

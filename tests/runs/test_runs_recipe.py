@@ -226,7 +226,7 @@ def test_epoch_count_uses_the_decimal_text() -> None:
         ("model: {width: 8}\nmodel: {width: 16}", "'model' appears twice"),
         ("model: &m {width: 8}\ndata: *m", "aliases"),
         ("!!python/object/apply:os.system ['true']", "not valid YAML"),
-        ("just text", "must be a mapping"),
+        ("just text", "must (be|hold) a mapping"),
         ("[" * 5000, "not valid YAML"),
     ],
 )
@@ -239,7 +239,7 @@ def test_unreadable_yaml_is_refused(tmp_path: Path, text: str, message: str) -> 
 
 
 def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(HvpflowError, match="cannot read the recipe"):
+    with pytest.raises(HvpflowError, match="cannot read"):
         load_recipe(tmp_path / "absent.yaml")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(HvpflowError, match="not valid YAML"):

@@ -11,8 +11,9 @@ import yaml
 from hvpflow.errors import HvpflowError
 from hvpflow.files import fingerprint, read_json, write_json, write_text
 from hvpflow.pipeline.plan import Plan
-from hvpflow.pipeline.settings import Config, config_from_mapping, read_yaml
+from hvpflow.pipeline.settings import Config, config_from_mapping
 from hvpflow.runs.recipe import Recipe
+from hvpflow.yaml_files import read_yaml
 
 CONFIG_NAME = "config.yaml"
 OWNER_NAME = "owner.json"

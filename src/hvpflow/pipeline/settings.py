@@ -20,6 +20,7 @@ from hvpflow.errors import HvpflowError, nearest
 from hvpflow.measure.settings import MeasureSettings
 from hvpflow.runs.recipe import SECTIONS, Recipe, recipe_from_mapping
 from hvpflow.typed import build, to_mapping
+from hvpflow.yaml_files import read_yaml
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,31 +178,6 @@ def workflow_root() -> Path:
     package = Path(__file__).resolve().parents[1]
     checkout = package.parents[1]
     return checkout if (checkout / "Snakefile").is_file() else package / "_workflow"
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping with the safe loader; aliases are refused, so no small file grows large.
-
-    Raises:
-        HvpflowError: missing or unreadable file, no mapping, YAML errors (with line and column).
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise HvpflowError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise HvpflowError(f"{path} is not UTF-8 text: {error.reason}") from error
-    try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-            raise HvpflowError(f"{path} uses YAML aliases (*name), which are not read; write the values out")
-        mapping = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise HvpflowError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if mapping is None:
-        return {}
-    if not isinstance(mapping, dict):
-        raise HvpflowError(f"{path} must hold a mapping of keys to values, not a {type(mapping).__name__}")
-    return mapping
 
 
 def merge(base: Mapping[str, Any], over: Any) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from hvpflow.errors import HvpflowError, nearest
 from hvpflow.pipeline.estimate import measure_estimate
 from hvpflow.pipeline.launch import run_analysis
 from hvpflow.pipeline.plan import Plan, make_plan
-from hvpflow.pipeline.settings import Config, read_yaml, workflow_root
+from hvpflow.pipeline.settings import Config, workflow_root
 from hvpflow.pipeline.status import duration, size
+from hvpflow.yaml_files import read_yaml
 
 CUDA_DEFAULTS: dict[str, Any] = {"amp": True, "hvp_batch_size": 64}
 """What a GPU of a cluster is used well with, where the command line says nothing else."""

@@ -14,7 +14,7 @@ from hvpflow.data.epochs import Sampling
 from hvpflow.errors import HvpflowError, nearest
 from hvpflow.files import fingerprint
 from hvpflow.models.config import LlamaConfig
-from hvpflow.runs.recipe_formats import ONLY_NEW, ONLY_OLD, SECTIONS, Generation, complete, read_yaml
+from hvpflow.runs.recipe_formats import ONLY_NEW, ONLY_OLD, SECTIONS, Generation, complete
 from hvpflow.runs.recipe_sections import (
     SCHEDULES,
     CosineSchedule,
@@ -27,6 +27,7 @@ from hvpflow.runs.recipe_sections import (
     WsdSchedule,
 )
 from hvpflow.typed import build, to_mapping
+from hvpflow.yaml_files import read_yaml
 
 __all__ = [
     "SECTIONS",
@@ -149,6 +150,8 @@ def load_recipe(path: Path) -> Recipe:
         HvpflowError: the file cannot be read, is no YAML, or a setting is refused; the text names the file.
     """
     mapping = read_yaml(path)
+    if not mapping:
+        raise HvpflowError(f"{path} is empty: it must be a mapping of a recipe's sections")
     try:
         return recipe_from_mapping(mapping)
     except HvpflowError as error:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from hvpflow.errors import HvpflowError, nearest
 
@@ -101,39 +98,3 @@ def _find_generation(given: Mapping[str, Mapping[str, Any]]) -> Generation:
             "remove the former for the new generation (preferred), the latter for the old one"
         )
     return "old" if old else "new"
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """Refuses repeated keys, of which YAML would silently keep the last, and aliases, which can grow without bound."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.constructor.ConstructorError(None, None, "aliases are not used in recipes", event.start_mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen: set[str] = set()
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            key = key_node.value
-            if isinstance(key, str):
-                if key in seen:
-                    problem = f"key {key!r} appears twice"
-                    raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-                seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-def read_yaml(path: Path) -> Any:
-    """Read a recipe file as plain data.
-
-    Raises:
-        HvpflowError: the file cannot be read, or is no YAML of plain data.
-    """
-    try:
-        # The loader extends yaml's safe loader.
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_PlainLoader)
-    except OSError as error:
-        raise HvpflowError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise HvpflowError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
