@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from workflow_cases import ROOT, environment, scalars
 
 FIGURES = ("normalized-alignment", "noise-alignment", "gradient-norms")
@@ -115,14 +116,15 @@ def test_shards_join_to_the_same_numbers(workplace):
 
 
 def test_wrong_alias_presumption_stops_and_the_next_call_measures_both(workplace):
-    """epoch-004.pt is replaced by another state: the presumption that it equals final.pt is now wrong."""
-    run = workplace.directory / "run"
-    other = (run / "epoch-002.pt").read_bytes()
+    """epoch-004.pt comes to hold other weights: the presumption that it equals final.pt is now wrong."""
+    path = workplace.directory / "run" / "epoch-004.pt"
+    state = torch.load(path, weights_only=True)
+    state["model"]["norm.weight"] += 0.25
     shutil.rmtree(workplace.directory / "results")
     mapping = workplace.read_config()
     analysis = {"run": "run", "output": "results", "analysis": mapping["analysis"] | {"data_case": "seen"}}
     workplace.write_config(analysis)
-    (run / "epoch-004.pt").write_bytes(other)
+    torch.save(state, path)
     first = workplace.snakemake(check=False)
     assert first.returncode != 0
     assert "was presumed from its name to hold the same state" in first.stdout + first.stderr

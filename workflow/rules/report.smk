@@ -15,9 +15,10 @@ rule samples:
         LOGS / "samples" / "{checkpoint}.{case}.log",
     params:
         settings=plan.digest,
+        aliases=lambda wildcards: plan.alias_of(wildcards.checkpoint).members,
     shell:
-        "{STEP} samples --config {CONFIG:q} --checkpoint={wildcards.checkpoint:q} --case {wildcards.case}"
-        " --log {log:q}"
+        "{STEP} samples --config {CONFIG:q} --checkpoint={wildcards.checkpoint:q} --aliases {params.aliases}"
+        " --case {wildcards.case} --log {log:q}"
 
 
 rule summary:

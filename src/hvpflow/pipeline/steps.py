@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def samples(config: Config, arguments: argparse.Namespace, progress: Progress) -
 
     plan = make_plan(config)
     checkpoint, case = arguments.checkpoint, arguments.case
-    inspect_record = check_aliases(plan, checkpoint)
+    inspect_record = check_aliases(plan, checkpoint, arguments.aliases)
     data = analysis_epoch(plan.recipe.sampling(), TokenCache.open(plan.cache_directory), case).identity
     records = []
     for shard in plan.shards:
@@ -131,8 +131,10 @@ def figures(config: Config, arguments: argparse.Namespace, progress: Progress) -
     draw(config, Path(config.output), training_norms=config.analysis.training_norms)
 
 
-def check_aliases(plan: Plan, checkpoint: str) -> dict[str, Any]:
+def check_aliases(plan: Plan, checkpoint: str, presumed: Sequence[str]) -> dict[str, Any]:
     """Return the inspect record of ``checkpoint``, having checked that its presumed aliases hold the same state.
+
+    The presumption is that of the workflow which planned this job; by now the inspect records are there to tell.
 
     Raises:
         HvpflowError: a presumption proved wrong, or a record is missing.
@@ -140,11 +142,11 @@ def check_aliases(plan: Plan, checkpoint: str) -> dict[str, Any]:
     record = inspected(plan, checkpoint)
     if record is None:
         raise HvpflowError(f"{checkpoint} was not inspected; repeat the command")
-    for member in plan.alias_of(checkpoint).members:
-        other = inspected(plan, member)
+    for name in presumed:
+        other = inspected(plan, name)
         if other is None or state_of(other) != state_of(record):
             raise HvpflowError(
-                f"{member} was presumed from its name to hold the same state as {checkpoint}, but does not; repeat the "
+                f"{name} was presumed from its name to hold the same state as {checkpoint}, but does not; repeat the "
                 "command, and both are measured"
             )
     return record
@@ -197,6 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("--config", type=Path, required=True, help="the merged configuration")
     parser.add_argument("--checkpoint", help="file name in the run directory")
+    parser.add_argument("--aliases", nargs="*", default=(), help="checkpoints presumed to hold the same state")
     parser.add_argument("--case", choices=("seen", "unseen"))
     parser.add_argument("--shard", type=int, default=0)
     parser.add_argument("--settings", help="digest of the numerical settings that the job was planned with")
