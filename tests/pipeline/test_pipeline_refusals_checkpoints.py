@@ -180,6 +180,7 @@ REFUSALS = [
     state("weights of another model", [NORM], edit_state(lambda s: s["model"].update({NORM: torch.ones(8)}))),
     state("weights not finite", [NORM, "non-finite"], edit_state(lambda s: s["model"][NORM].fill_(float("nan")))),
     state("state of another width", ["width"], edit_state(lambda s: s["config"]["model"].update(width=32))),
+    state("state of another order", ["runtime.seed"], edit_state(lambda s: s["config"]["runtime"].update(seed=9))),
     state("a worker's own state", ["worker"], edit_state(lambda s: s.update(kind="packed_worker"))),
     Refusal("final state is a list", inspect(FINAL), [FINAL, "list"], save([1, 2], FINAL)),
 ]

@@ -50,6 +50,8 @@ def check_owner(plan: Plan) -> None:
             )
         return
     owner, here = read_json(path), owner_of(plan)
+    if not isinstance(owner, dict):
+        raise HvpflowError(f"{path} is not what an analysis writes there; delete it if the results are this run's")
     same_place = owner.get("run") == here["run"]
     if owner.get("recipe") == here["recipe"] or (same_place and plan.config.owned):
         return

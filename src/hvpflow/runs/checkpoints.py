@@ -27,6 +27,9 @@ __all__ = ["Checkpoint", "read_checkpoint", "result_key", "weights_hash", "write
 Format = Literal["safetensors", "training-state", "packed-training-state", "packed-epoch"]
 
 _NO_CONSENSUS = "use --no-consensus to analyse the averaged model alone"
+_ORDER = {"data": ("shuffle_group_size", "buffer_size_mib"), "runtime": ("seed",)}
+"""What the order of sequences depends on, of sections whose other settings are the machine's; a state of another order
+has not seen this run's first epoch."""
 _RETENTION = ("checkpoint_policy", "checkpoint_epochs", "save_epoch_training_state")
 
 
@@ -151,15 +154,17 @@ def _read_state(run: Run, name: str, with_workers: bool) -> Checkpoint:
 
 
 def _check_recipe(recipe: Recipe, saved: Mapping[str, Any], path: Path) -> None:
-    """Compare what determines the state's meaning; retention, data, optimizer and machine may differ."""
+    """Compare what determines the state's meaning; retention, place of the data, optimizer and machine may differ."""
     try:
         other = recipe_from_mapping(saved)
     except (HvpflowError, TypeError, ValueError, RuntimeError, RecursionError) as error:
         # A mapping out of a pickle can hold what no YAML can, such as tensors, which do not compare like plain values.
         raise HvpflowError(f"{path}: its recipe is not valid: {error}") from error
-    for section in ("model", "training", "decentralized"):
+    for section in ("model", "training", "decentralized", "data", "runtime"):
         ours, theirs = (to_mapping(getattr(settings, section)) or {} for settings in (recipe, other))
         for key in [*ours, *(key for key in theirs if key not in ours)]:
+            if section in _ORDER and key not in _ORDER[section]:
+                continue
             if ours.get(key) != theirs.get(key) and not (section == "training" and key in _RETENTION):
                 raise HvpflowError(
                     f"recipe does not match: {section}.{key} is {theirs.get(key)!r} in {path}, {ours.get(key)!r} in "
