@@ -41,6 +41,19 @@ class _PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def parse_yaml(text: str, where: str) -> Any:
+    """Plain data of a YAML text.
+
+    Raises:
+        HvpflowError: anything refused (with line and column).
+    """
+    try:
+        return yaml.load(text, Loader=_PlainLoader)  # extends yaml's safe loader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # ValueError: scalars such as an impossible date.
+        raise HvpflowError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping; an empty file is an empty mapping.
 
@@ -48,13 +61,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         HvpflowError: missing or unreadable file, no mapping, anything refused (with line and column).
     """
     try:
-        # The loader extends yaml's safe loader.
-        mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_PlainLoader)
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise HvpflowError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # ValueError: text that is no UTF-8, and scalars such as an impossible date.
-        raise HvpflowError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise HvpflowError(f"{path} is not valid YAML: it is not UTF-8 text ({error})") from error
+    mapping = parse_yaml(text, str(path))
     if mapping is None:
         return {}
     if not isinstance(mapping, dict):

@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from hvpflow.data.corpus import CorpusSettings
 from hvpflow.errors import HvpflowError, nearest
 from hvpflow.measure.settings import MeasureSettings
 from hvpflow.runs.recipe import SECTIONS, Recipe, recipe_from_mapping
 from hvpflow.typed import build, to_mapping
-from hvpflow.yaml_files import read_yaml
+from hvpflow.yaml_files import parse_yaml, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,10 +195,7 @@ def set_dotted(mapping: dict[str, Any], override: str) -> None:
     keys = name.split(".")
     if not equals or not all(keys):
         raise HvpflowError(f"--set {override!r} is not of the form dotted.key=value")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise HvpflowError(f"--set {override!r}: the value is not valid YAML") from error
+    value = parse_yaml(text, f"--set {override!r}: the value")
     for key in keys[:-1]:
         inner = mapping.get(key)
         if inner is None:
