@@ -61,12 +61,13 @@ def linear_curvature(work: Workspace, adjoint: Tensor, dx: Tensor, dweight: Tens
     adjoint = work.product_operand(adjoint).t()
     if not work.loop_directions:
         return 2 * inner(torch.bmm(adjoint.expand(K, *adjoint.shape), work.product_operand(dx)), dweight)
-    forms = []
     gathered = adjoint.new_empty(dweight.shape[1:])
+    products = torch.empty_like(gathered, dtype=dweight.dtype)
+    sums = dweight.new_empty(dweight.shape[:2])
     for k in range(K):
         torch.mm(adjoint, work.product_operand(dx[k]), out=gathered)
-        forms.append(2 * inner(gathered[None], dweight[k : k + 1]))
-    return torch.cat(forms)
+        torch.sum(torch.mul(gathered, dweight[k], out=products), -1, out=sums[k])
+    return 2 * sums.sum(-1, dtype=torch.float64)
 
 
 def _linear_reads(moving: Moving) -> list[str]:

@@ -77,10 +77,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 z = widen(torch.mm(flat[rows].to(matrix.dtype), matrix.t()))
                 if bias is not None:
                     z += bias
-                lse = z.logsumexp(-1)
                 index = aims[rows].clamp(min=0)[:, None]
-                loss += ((lse - z.gather(1, index).squeeze(1)) * scale[rows]).sum(dtype=torch.float64)
-                p = z.sub_(lse[:, None]).exp_().mul_(scale[rows, None])
+                aimed = z.gather(1, index).squeeze(1)
+                highest = z.amax(-1, keepdim=True)
+                p = z.sub_(highest).exp_()
+                mass = p.sum(-1, keepdim=True)
+                lse = (highest + mass.log()).squeeze(1)
+                loss += ((lse - aimed) * scale[rows]).sum(dtype=torch.float64)
+                p.mul_(scale[rows, None] / mass)
                 p.scatter_add_(1, index, -scale[rows, None])
                 torch.mm(p.to(matrix.dtype), matrix, out=gradient[rows])
                 normalisers[rows] = lse
@@ -149,6 +153,8 @@ def head_rule(call: Call) -> Any:
     shift: list[Tensor] = []
     first_order = torch.zeros(K, dtype=torch.float64, device=work.device)
     step = max(1, work.head_elements // N)
+    if work.loop_directions:
+        step = min(step, 256)  # a block and its weights then stay in a core's cache through products and moments
     buffer = x.new_empty(N * min(step, V))
     scratch = None if work.compile_rules or work.amp else torch.empty_like(buffer)
     for start in range(0, V, step):

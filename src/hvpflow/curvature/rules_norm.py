@@ -26,19 +26,21 @@ def norm_form(
         x, dx = x - x.mean(-1, keepdim=True), dx - dx.mean(-1, keepdim=True)
     r = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
     nu, u = x * r, dx * r
-    m = (u * nu).mean(-1, keepdim=True)
-    q = (u * u).mean(-1)
-    dnu = torch.addcmul(u, m, nu, value=-1)
+    product = u * nu
+    m = product.mean(-1)
+    q = torch.mul(u, u, out=product).mean(-1)
+    dnu = u.addcmul_(m[..., None], nu, value=-1)
     weighted = adjoint if weight is None else adjoint * weight
     along = (weighted * nu).sum(-1)
-    m = m.squeeze(-1)
-    form = ((m * m - q) * along - 2 * m * (weighted * dnu).sum(-1)).sum(-1, dtype=torch.float64)
-    tangent = dnu if weight is None else dnu * weight
+    torch.mul(weighted, dnu, out=product)
+    form = ((m * m - q) * along - 2 * m * product.sum(-1)).sum(-1, dtype=torch.float64)
     if dweight is not None:
-        tangent = torch.addcmul(tangent, nu, dweight[:, None])
-        form = form + 2 * inner((adjoint * dnu).sum(1), dweight)
+        form = form + 2 * inner(torch.mul(adjoint, dnu, out=product).sum(1), dweight)
+    tangent = dnu if weight is None else dnu.mul_(weight)
+    if dweight is not None:
+        tangent = tangent.addcmul_(nu, dweight[:, None])
     if dbias is not None:
-        tangent = tangent + dbias[:, None]
+        tangent = tangent.add_(dbias[:, None])
     return tangent, form
 
 

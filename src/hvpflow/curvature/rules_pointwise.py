@@ -310,10 +310,12 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *adjoints: Tensor) -> Any:
         a, b = ctx.saved_tensors
-        activation, derivatives = ACTIVATIONS[ctx.name]
         adjoint = adjoints[0]
-        da = (adjoint * b).mul_(derivatives(widen(a))[0]) if ctx.needs_input_grad[0] else None
-        return da, adjoint * activation(a) if ctx.needs_input_grad[1] else None, None
+        with torch.enable_grad():  # PyTorch's own first derivative takes one pass
+            a = a.detach().requires_grad_()
+            active = ACTIVATIONS[ctx.name][0](a)
+        da = torch.autograd.grad(active, a, adjoint * b)[0] if ctx.needs_input_grad[0] else None
+        return da, adjoint * active.detach() if ctx.needs_input_grad[1] else None, None
 
 
 def _gelu_tanh(a: Tensor) -> Tensor:
