@@ -27,12 +27,17 @@ from hvpflow.curvature.rules_norm import softmax_form
 aten = torch.ops.aten
 
 
-def attention_probabilities(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax of [J, R, S] scores under a mask (boolean: True is visible; otherwise added); an unseen row gives 0."""
+def attention_probabilities(scores: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+    """Softmax of [J, R, S] scores under a mask (boolean: True is visible; otherwise added); an unseen row gives 0.
+
+    With ``causal`` the mask is the causal one alone, under which every row sees the first key.
+    """
     scores = widen(scores)
     if mask is None:
         return scores.softmax(-1)
     scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(mask)
+    if causal:
+        return scores.softmax(-1)
     unseen = scores.amax(-1, keepdim=True) == -math.inf
     return scores.softmax(-1).masked_fill(unseen, 0)
 
@@ -72,6 +77,24 @@ def attention_form(
     form = form + 2 * inner(widen(gathered), widen(columns[..., E:]))
     tangent = torch.bmm(work.product_operand(P), aside(values[..., F:])).view(J, R, K, F).permute(2, 0, 1, 3)
     return tangent.add_(moved[..., :F]), form
+
+
+def attention_form_of_one(
+    work: Workspace, P: Tensor, dS: Tensor, adjoint: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor,
+    dv: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``attention_form`` of a single direction, on operands as they are: nothing is set side by side or copied.
+
+    q, dq [J, R, E]; k, dk [J, S, E] with σ inside; v, dv [J, S, F]. Returns [J, R, F] and [1].
+    """
+    ds = torch.bmm(dq, k.transpose(1, 2))
+    torch.baddbmm(ds, q, dk.transpose(1, 2), out=ds)
+    dP, form = _softmax_step(work, P, dS, ds[None])
+    dP = work.product_operand(dP[0])
+    form = form + 2 * inner(widen(torch.bmm(dP, dv))[None], widen(adjoint))
+    form = form + 2 * inner(widen(torch.bmm(work.product_operand(dS).transpose(1, 2), dq))[None], widen(dk))
+    tangent = torch.bmm(work.product_operand(P), dv)
+    return torch.baddbmm(tangent, dP, v, out=tangent), form
 
 
 def _grouped(call: Call) -> tuple[int, int]:
@@ -132,10 +155,10 @@ def attention(call: Call) -> Tensor:
     values = primal("query"), primal("key"), primal("value"), call.adjoint.reshape(items, groups, T, F)
     tangents = tangent("query"), tangent("key"), tangent("value")
     output = tangents[2].new_empty(K, items, groups, T, F)
-    stacks = [slice(k, k + 1) for k in range(K)] if work.loop_directions else [slice(0, K)]
     causal = bool(call["is_causal"])
+    slice_elements = work.slice_elements if work.loop_directions else work.slice_elements // K
     step_queries = min(T, 128) if causal else min(T, max(1, work.slice_elements // (groups * keys)))
-    step_items = max(1, work.slice_elements * len(stacks) // (K * groups * step_queries * keys))
+    step_items = max(1, slice_elements // (groups * step_queries * keys))
     hidden = None
     if causal and mask is None:
         hidden = torch.full((T, keys), -math.inf, dtype=widen(values[0]).dtype, device=work.device).triu_(1)
@@ -144,9 +167,11 @@ def attention(call: Call) -> Tensor:
         q, k, v, adjoint = (work.product_operand(value[part]) for value in values)
         dq, dk, dv = (work.product_operand(stack[:, part]) for stack in tangents)
         k, n = k * scale, q.shape[0]
-        rows = torch.cat((dq, q.expand(K, *q.shape)), -1)
-        columns = torch.cat((k.expand(K, *k.shape), dk * scale), -1)
-        both = torch.cat((v.expand(K, *v.shape), dv), -1)
+        dk = dk * scale
+        if not work.loop_directions:
+            rows = torch.cat((dq, q.expand(K, *q.shape)), -1)
+            columns = torch.cat((k.expand(K, *k.shape), dk), -1)
+            both = torch.cat((v.expand(K, *v.shape), dv), -1)
         for start in range(0, T, step_queries):
             stop = min(T, start + step_queries)
             seen = min(stop, keys) if causal else keys
@@ -158,20 +183,27 @@ def attention(call: Call) -> Tensor:
                 visible = (mask if mask.shape[0] == 1 else mask[part])[:, :, here, :seen]
                 visible = visible.expand(-1, groups, -1, -1).flatten(1, 2)
             elif hidden is not None:
-                visible = hidden[here, :seen].repeat(groups, 1)
-            P = attention_probabilities(
-                torch.bmm(q[:, :, here].reshape(n, size, E), k[:, :seen].transpose(1, 2)), visible
-            )
+                visible = hidden[here, :seen].expand(groups, -1, -1).flatten(0, 1)
+            queries = q[:, :, here].reshape(n, size, E)
+            scores = torch.bmm(queries, k[:, :seen].transpose(1, 2))
+            P = attention_probabilities(scores, visible, causal=hidden is not None)
             dP = widen(torch.bmm(adjoints, v[:, :seen].transpose(1, 2)))
             dS = P * dP.sub_((P * dP).sum(-1, keepdim=True))
-            for stack in stacks:
+            if not work.loop_directions:
                 moved, contribution = attention_form(
-                    work, P, dS, adjoints, dq[stack, :, :, here].reshape(-1, n, size, E),
-                    rows[stack, :, :, here].reshape(-1, n, size, 2 * E), columns[stack, :, :seen],
-                    both[stack, :, :seen],
+                    work, P, dS, adjoints, dq[:, :, :, here].reshape(K, n, size, E),
+                    rows[:, :, :, here].reshape(K, n, size, 2 * E), columns[:, :, :seen], both[:, :, :seen],
                 )  # fmt: skip
-                output[stack, part, :, here] = moved.reshape(-1, n, groups, stop - start, F)
-                work.total[stack] += contribution
+                output[:, part, :, here] = moved.view(K, n, groups, stop - start, F)
+                work.total += contribution
+                continue
+            for index in range(K):
+                moved, contribution = attention_form_of_one(
+                    work, P, dS, adjoints, queries, k[:, :seen], v[:, :seen],
+                    dq[index, :, :, here].reshape(n, size, E), dk[index, :, :seen], dv[index, :, :seen],
+                )  # fmt: skip
+                output[index, part, :, here] = moved.view(n, groups, stop - start, F)
+                work.total[index] += contribution[0]
     return output.view(K, *call.output.shape)
 
 
