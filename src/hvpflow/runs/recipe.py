@@ -150,6 +150,7 @@ def load_recipe(path: Path) -> Recipe:
         HvpflowError: the file cannot be read, is no YAML, or a setting is refused; the text names the file.
     """
     mapping = read_yaml(path)
+    mapping.pop("corpus", None)  # a preset says where its text comes from, which is no part of a run
     if not mapping:
         raise HvpflowError(f"{path} is empty: it must be a mapping of a recipe's sections")
     try:
