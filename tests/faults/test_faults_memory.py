@@ -84,7 +84,7 @@ def make_reader(batches: int) -> EpochReader:
     return EpochReader(epoch=epoch, split=RandomSplit(), device=torch.device("cpu"))  # type: ignore[arg-type]
 
 
-LENGTHS = [pytest.param(400, id="short"), pytest.param(10_000, marks=pytest.mark.slow, id="long")]
+LENGTHS = [pytest.param(400, id="short"), pytest.param(3_000, marks=pytest.mark.slow, id="long")]
 
 
 @pytest.mark.parametrize("batches", LENGTHS)

@@ -73,6 +73,14 @@ def assert_equal(bench: Bench) -> None:
     assert (here / "summary.csv").read_text(encoding="utf-8").splitlines() == rows
 
 
+def kill_without_worker(process: subprocess.Popen[str]) -> None:
+    """Kill the launcher and Snakemake; a worker lives on, and writes beside its successor."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii").split()
+    for pid in (process.pid, *map(int, children)):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
 # What exists when the kill comes, and the longest that is then still waited.
 MOMENTS = [
     ("again/.snakemake/locks/*", 2.0),
@@ -87,11 +95,11 @@ def test_killed_analysis_continues_by_the_same_command(bench: Bench, trial: int)
     """Everything is killed at several moments; Snakemake's lock stays behind, and is no hindrance."""
     bench.restore()
     choose = choices("workflow", trial)
-    for pattern, seconds in MOMENTS[trial % 2 :: 2]:
+    for kill, (pattern, seconds) in zip((kill_group, kill_without_worker), MOMENTS[trial % 2 :: 2], strict=True):
         process = start(bench.place, (*WORDS, *OPTIONS))
         wait_for(process, bench.place, pattern)
         time.sleep(choose.uniform(0, seconds))
-        kill_group(process)
+        kill(process)
         bench.check_whole(f"trial {trial}, killed after {pattern}")
         TALLY["whole analysis killed"] += 1
     status, said = analyze(bench.place)
@@ -132,6 +140,8 @@ def test_second_analysis_of_one_output_is_refused(bench: Bench) -> None:
         assert "another process works on" in last and socket.gethostname() in last, said
         assert str(process.pid) in last
         assert "seed: 7" not in (bench.place / OUTPUT / "config.yaml").read_text(encoding="utf-8")
+        assert bench.server.run(bench.place, ("clean", "--output", OUTPUT), program="cli")["status"] == 1
+        assert "another process works on" in bench.server.said()
         kill_alone(process)
         TALLY["launcher killed alone"] += 1
     deadline = time.monotonic() + 300

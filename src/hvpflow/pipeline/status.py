@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from hvpflow.files import read_record
+from hvpflow.pipeline.holding import held_output
 from hvpflow.pipeline.plan import Plan
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -44,12 +46,16 @@ def clean(plan: Plan, *, dry_run: bool) -> list[str]:
 
     The published files, their measurements and the inspect records stay. A later analysis with other settings or more
     directions then measures from the beginning.
+
+    Raises:
+        HvpflowError: an analysis is at work there.
     """
     lines = []
-    for path in _superfluous(plan):
-        lines.append(f"{'would remove' if dry_run else 'removed'} {path} ({size(disk_bytes(path))})")
-        if not dry_run:
-            shutil.rmtree(path)
+    with contextlib.nullcontext() if dry_run else held_output(plan.output):
+        for path in _superfluous(plan):
+            lines.append(f"{'would remove' if dry_run else 'removed'} {path} ({size(disk_bytes(path))})")
+            if not dry_run:
+                shutil.rmtree(path)
     return lines or ["nothing to remove"]
 
 
