@@ -41,7 +41,6 @@ def train(config: Config, arguments: argparse.Namespace, progress: Progress) -> 
     recipe = trained_recipe(config)
     set_torch_threads(threads_of(config, arguments))
     cache = TokenCache.open(cache_directory(config))
-    cache.verify()  # reading it once is cheap beside training on it, and a damaged token is no token of this text
     train_run(recipe, cache, config.run_directory, progress=progress)
 
 
