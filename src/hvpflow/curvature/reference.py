@@ -28,6 +28,7 @@ from hvpflow.curvature.directions import (
     to_host,
     trainable_parameters,
 )
+from hvpflow.errors import HvpflowError
 
 
 def jvp_of_grad(
@@ -99,7 +100,10 @@ def _gauss_newton(
             loss = functional_call(model, moving, (tokens, targets))
         duals = [forward_ad.unpack_dual(logits) for _, logits in tap.calls]
     if not tap.calls:
-        raise NotImplementedError("the model calls no F.cross_entropy, so there is no Gauss-Newton part to define")
+        raise HvpflowError(
+            "the model's loss calls no torch.nn.functional.cross_entropy, so it has no Gauss-Newton part: compute the "
+            "loss with that function"
+        )
     adjoints = torch.autograd.grad(forward_ad.unpack_dual(loss).primal if loss.requires_grad else loss, tap.leaves)
     forms = []
     for (function, _), dual, adjoint in zip(tap.calls, duals, adjoints, strict=True):
