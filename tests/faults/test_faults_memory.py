@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,19 @@ def resident_bytes() -> int:
 
 
 def live_tensors() -> tuple[int, int]:
-    """Number and bytes of all tensors that Python can reach."""
+    """Number and bytes of all tensors that Python can reach and that the test itself made."""
     gc.collect()
     found = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
     return len(found), sum(tensor.numel() * tensor.element_size() for tensor in found)
+
+
+@pytest.fixture(autouse=True)
+def _only_what_this_test_makes() -> Iterator[None]:
+    """What earlier tests of the process left, compiled graphs with symbolic sizes among it, is not looked at."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Watch:
