@@ -51,9 +51,10 @@ def agree(model: nn.Module, K: int = 3) -> None:
     engine = TaylorEngine(model, (tokens, targets))
     scale = float(expected.abs().max())
     for loop in (True, False):
-        for elements in (7, 1 << 20):
+        for elements, tile in ((7, (2, 3)), (1 << 20, (1 << 10, 1 << 10))):
             engine.workspace.loop_directions = loop
-            engine.workspace.slice_elements = engine.workspace.head_elements = elements
+            engine.workspace.slice_elements = elements
+            engine.workspace.head_tokens, engine.workspace.head_columns = tile
             measured = engine(tokens, targets, directions).total
             torch.testing.assert_close(measured, expected, rtol=1e-12, atol=1e-12 * scale)
 

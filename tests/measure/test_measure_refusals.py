@@ -96,10 +96,14 @@ def test_a_quadratic_form_that_is_not_finite(
     assert not list((tmp_path / "store").glob("*/noise-*"))
 
 
+@pytest.mark.parametrize("factors", [(1 + 1e-6, 1), (1, 1 - 1e-6)])
 def test_an_engine_that_loses_a_tangent(
-    tiny: tuple[Run, TokenCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: tuple[Run, TokenCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factors: tuple[float, float]
 ) -> None:
-    patch_engine(monkeypatch, lambda call, forms: QuadraticForms(forms.total * (1 + 1e-6), forms.gauss_newton))
+    total, gauss_newton = factors
+    patch_engine(
+        monkeypatch, lambda call, forms: QuadraticForms(forms.total * total, forms.gauss_newton * gauss_newton)
+    )
     with pytest.raises(HvpflowError, match=r"differs from the derivative of the gradient by .*e-0\d relative"):
         measure(*tiny, tmp_path / "store", **BASE)
 
@@ -121,6 +125,18 @@ def test_too_little_memory_names_the_settings_to_lower(
     patch_engine(monkeypatch, exhaust)
     with pytest.raises(HvpflowError, match="lower hvp_batch_size to 2, or directions_per_pass to 1"):
         measure(*tiny, tmp_path / "store", **BASE, hvp_batch_size=5)
+
+
+def test_fewer_directions_share_a_pass_where_memory_is_small(
+    tiny: tuple[Run, TokenCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = BASE | {"engine": "taylor", "directions_per_pass": "auto"}
+    plenty = measure(*tiny, tmp_path / "plenty", **settings)
+    monkeypatch.setattr(session, "memory_bytes", lambda device: 100_000)
+    few = measure(*tiny, tmp_path / "few", **settings)
+    assert [record["policy"]["directions_per_pass"] for record in (plenty, few)] == [3, 1]
+    for one, other in zip(plenty["noise"] + plenty["random"], few["noise"] + few["random"], strict=True):
+        assert one["quadratic"] == pytest.approx(other["quadratic"], rel=1e-12)
 
 
 def test_cuda_that_is_not_there(tiny: tuple[Run, TokenCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

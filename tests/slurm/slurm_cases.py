@@ -15,6 +15,11 @@ PATIENCE = 300.0
 """Seconds to wait for anything at most."""
 
 
+def _heed_interrupts() -> None:
+    """A shell's background job, and all it starts, ignores SIGINT; who started the tests should not matter."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Submission:
     """A submitting process in the background, in a session of its own as a terminal would give it."""
 
@@ -29,6 +34,7 @@ class Submission:
                 stdout=handle,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_heed_interrupts,
             )
 
     def end(self) -> int:

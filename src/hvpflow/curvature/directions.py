@@ -26,6 +26,14 @@ class QuadraticForms(NamedTuple):
     gauss_newton: Tensor
     """[K] float64 on the CPU: the part of vᵀHv that comes from the loss over the logits, vᵀJᵀ(∂²loss/∂z²)Jv."""
 
+    def difference(self, exact: QuadraticForms) -> float:
+        """The largest difference from ``exact``, of either part, relative to the larger of its two parts.
+
+        The parts of one direction share a scale because vᵀHv has no definite sign and may cancel. NaN where a part is.
+        """
+        scale = torch.maximum(exact.total.abs(), exact.gauss_newton.abs()).clamp_min(1e-300)
+        return float(torch.stack([(mine - its).abs() / scale for mine, its in zip(self, exact, strict=True)]).max())
+
 
 def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the unique parameters that require a gradient; a tied tensor appears once, under its first name."""

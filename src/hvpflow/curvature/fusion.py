@@ -1,4 +1,8 @@
-"""Pairs of operations that are cheaper as one: an activation and its gate, an output layer and its cross-entropy."""
+"""Operations that are cheaper in another form.
+
+An activation and its gate, and an output layer and its cross-entropy, become one operation; a linear layer whose input
+and weight both move becomes one that keeps its output.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,9 @@ import torch
 from torch import fx
 
 from hvpflow.curvature.rules import bind
-from hvpflow.curvature.rules_loss import MEAN, SUM, head_cross_entropy
+from hvpflow.curvature.rules_head import head_cross_entropy
+from hvpflow.curvature.rules_linear import paired_linear
+from hvpflow.curvature.rules_loss import MEAN, SUM
 from hvpflow.curvature.rules_pointwise import gated_product
 
 aten = torch.ops.aten
@@ -32,7 +38,7 @@ _PER_TOKEN = (
 """Operations that may stand between output layer and loss: they rearrange tokens and leave the logits' axis alone."""
 
 
-def fuse(graph: fx.Graph, moving: set[fx.Node]) -> None:
+def fuse(graph: fx.Graph, moving: set[fx.Node], *, pair_products: bool) -> None:
     """Rewrite ``graph`` in place; ``moving`` (the nodes that depend on trainable parameters) is kept up to date."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node not in moving:
@@ -41,6 +47,10 @@ def fuse(graph: fx.Graph, moving: set[fx.Node]) -> None:
             _fuse_gate(graph, node, moving)
         elif node.target is aten.cross_entropy_loss.default:
             _fuse_head(graph, node, moving)
+    if pair_products:
+        for node in graph.nodes:
+            if node.target is aten.linear.default and {node.args[0], node.args[1]} <= moving:
+                node.target = paired_linear
 
 
 def _shape(node: Any) -> torch.Size:

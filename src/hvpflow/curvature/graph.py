@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 import hvpflow.curvature.rules_attention
+import hvpflow.curvature.rules_head
 import hvpflow.curvature.rules_linear
 import hvpflow.curvature.rules_loss
 import hvpflow.curvature.rules_norm
@@ -23,12 +24,13 @@ import hvpflow.curvature.rules_structure  # noqa: F401 (each fills the table of 
 from hvpflow.curvature.directions import trainable_parameters
 from hvpflow.curvature.fusion import fuse
 from hvpflow.curvature.rules import RULES, Rule, bind, node_inputs
+from hvpflow.curvature.rules_linear import paired_linear
 from hvpflow.curvature.rules_pointwise import gated_product
 from hvpflow.errors import HvpflowError
 
 _STOPS = (torch.ops.aten.detach.default,)
 """Operations whose output is a constant to every derivative."""
-_FRESH = (torch.ops.aten.linear.default, gated_product)
+_FRESH = (torch.ops.aten.linear.default, paired_linear, gated_product)
 """Operations whose tangent always lies in memory of its own."""
 
 
@@ -72,8 +74,11 @@ class Plan:
     """Trainable parameters that the loss does not depend on: they contribute zero."""
 
 
-def make_plan(model: nn.Module, tokens: Tensor, targets: Tensor) -> Plan:
-    """Export ``model(tokens, targets)`` and plan the passes; raise HvpflowError where a rule is missing."""
+def make_plan(model: nn.Module, tokens: Tensor, targets: Tensor, *, pair_products: bool = False) -> Plan:
+    """Export ``model(tokens, targets)`` and plan the passes; raise HvpflowError where a rule is missing.
+
+    With ``pair_products`` the outputs of linear layers are kept, and save each of them one product in three.
+    """
     try:
         with torch.autocast(tokens.device.type, enabled=False):
             program = torch.export.export(model, (tokens, targets), strict=False)
@@ -118,7 +123,7 @@ def make_plan(model: nn.Module, tokens: Tensor, targets: Tensor) -> Plan:
         reached = any(source in moving for source in node_inputs((node.args, node.kwargs)))
         if node.op == "call_function" and node.target not in _STOPS and reached and _differentiable(node):
             moving.add(node)
-    fuse(graph, moving)
+    fuse(graph, moving, pair_products=pair_products)
     loss = node_inputs(output.args)[0]
     needed = _ancestors(loss)
     nodes = [node for node in graph.nodes if node in needed and node.op != "placeholder"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -41,6 +42,10 @@ def _bytes(value: Any) -> int:
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
+def _all_bytes(nodes: Iterable[fx.Node]) -> int:
+    return sum(_bytes(node.meta["val"]) for node in nodes)
+
+
 def _root(node: fx.Node) -> fx.Node:
     while node.target in _ALIASES and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -50,23 +55,29 @@ def _root(node: fx.Node) -> fx.Node:
 def estimate_bytes(plan: Plan, work: Workspace) -> tuple[int, int]:
     """Return (bytes of a pass whatever K, bytes of each direction), the weights themselves left out.
 
-    A pass holds the kept values, the adjoints and the temporaries of one slice. A direction holds itself and, at the
-    fullest moment, the tangents alive at once, with the one being made counted twice for a rule's own copies.
+    A pass holds the kept values, the adjoints, and the temporaries of one slice or of one direction in one layer. A
+    direction holds itself and, at the fullest moment, the tangents alive at once, with the one being made counted twice
+    for a rule's own copies.
     """
     roots = {_root(node) for node in plan.kept} - set(plan.sources)
-    fixed = sum(_bytes(node.meta["val"]) for node in roots) + sum(_bytes(node.meta["val"]) for node in plan.curved)
+    fixed = _all_bytes(roots) + _all_bytes(plan.curved)
     itemsize = max(
         (_bytes(node.meta["val"]) // max(1, node.meta["val"].numel()) for node in plan.parameters), default=4
     )
-    slices = 8 * work.slice_elements + 4 * work.head_elements
-    directions = sum(_bytes(node.meta["val"]) for node in plan.parameters)
+    layers = [_all_bytes([step.node, *step.node.all_input_nodes]) for step in plan.steps if not step.final]
+    fixed += max(layers, default=0)
+    slices = 8 * work.slice_elements + 4 * work.head_tokens * work.head_columns
+    directions = _all_bytes(plan.parameters)
     alive: dict[fx.Node, int] = {}
     readers: dict[fx.Node, int] = {}
     fullest = 0
     for step in plan.steps:
         root = _root(step.node)
         new = 0 if root in plan.sources or step.final else _bytes(root.meta["val"])
-        fullest = max(fullest, sum(alive.values()) + (2 * new if root is step.node else 0))
+        own = 2 * new if root is step.node else 0
+        if step.final:
+            own = _all_bytes(node for node in step.node.all_input_nodes if node not in plan.sources)
+        fullest = max(fullest, sum(alive.values()) + own)
         if not step.final and root not in plan.sources:
             alive[root] = new
             readers[root] = readers.get(root, 0) + 1

@@ -27,15 +27,17 @@ from hvpflow.curvature.rules import Workspace
 from hvpflow.curvature.taylor import primal_pass, source_values, tangent_pass
 from hvpflow.errors import HvpflowError, nearest
 
-__all__ = ["Directions", "Engine", "QuadraticForms", "TaylorEngine", "choose_num_directions", "make_engine"]
+__all__ = ["Directions", "Engine", "QuadraticForms", "TaylorEngine", "make_engine"]
 
 Engine = Callable[[Tensor, Tensor, Directions], QuadraticForms]
 
 
 class TaylorEngine:
-    """(tokens [B, T], targets [B, T], directions) -> QuadraticForms, K directions in 3K + 2 forward passes.
+    """(tokens [B, T], targets [B, T], directions) -> QuadraticForms.
 
-    Holds the model, whose weights are read anew at each call, and one planned graph per shape of the batch.
+    K directions cost as many matrix products as 2K + 2 forward passes on a CPU, and 3K + 2 where products are cheaper
+    than passes over memory: on CUDA, and in bfloat16. Holds the model, whose weights are read anew at each call, and
+    one planned graph per shape of the batch.
     """
 
     def __init__(
@@ -51,9 +53,11 @@ class TaylorEngine:
             amp=amp,
             compile_rules=compile_rules,
             loop_directions=on_cpu,
-            slice_elements=1 << 17 if on_cpu else 1 << 27,
-            head_elements=1 << 19 if on_cpu else 1 << 27,
+            slice_elements=(1 << 18) * torch.get_num_threads() if on_cpu else 1 << 27,
+            head_tokens=1 << 10 if on_cpu else 1 << 15,
+            head_columns=1 << 9 if on_cpu else 1 << 12,
         )
+        self._pair_products = on_cpu and not amp  # bfloat16 would lose what the identity cancels
         self._plans: dict[Any, Plan] = {}
         self.plan_of_example = self.plan(*example)
         self.unused_parameters = self.plan_of_example.unused
@@ -65,21 +69,27 @@ class TaylorEngine:
         key = (tokens.shape, targets.shape, tokens.dtype, targets.dtype)
         if key not in self._plans:
             with evaluation_mode(self.model):
-                self._plans[key] = make_plan(self.model, tokens, targets)
+                self._plans[key] = make_plan(self.model, tokens, targets, pair_products=self._pair_products)
         return self._plans[key]
 
     def __call__(self, tokens: Tensor, targets: Tensor, directions: Directions) -> QuadraticForms:
         num_directions = check_directions(trainable_parameters(self.model), directions)
         plan = self.plan(tokens, targets)
         work = replace(self.workspace, num_directions=num_directions)
-        try:
-            with evaluation_mode(self.model):
-                sources = source_values(plan, self.model, (tokens, targets))
-                kept, adjoints = primal_pass(plan, sources, amp=self.amp)
-                tangent_pass(plan, work, sources, kept, adjoints, directions)
-        except RuntimeError as problem:
-            raise _explained(problem, num_directions, tokens) from problem
+        with evaluation_mode(self.model):
+            sources = source_values(plan, self.model, (tokens, targets))
+            kept, adjoints = primal_pass(plan, sources, amp=self.amp)
+            tangent_pass(plan, work, sources, kept, adjoints, directions)
         return QuadraticForms(to_host(work.total), to_host(work.gauss_newton))
+
+    def directions_within(self, memory_bytes: int) -> int:
+        """Return the largest number of directions whose estimated memory fits ``memory_bytes``, but at least 1.
+
+        For batches of the example's shape. ``memory_bytes`` is what there is beside the weights; the directions count
+        towards it. The estimate is made from the planned graph, and a tenth is kept in reserve.
+        """
+        fixed, each = estimate_bytes(self.plan_of_example, self.workspace)
+        return max(1, int((0.9 * memory_bytes - fixed) // each))
 
 
 def _keep_freed_memory() -> None:
@@ -90,22 +100,6 @@ def _keep_freed_memory() -> None:
     32 MiB. This one is never written, so it takes no memory; other C libraries are not concerned.
     """
     torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8)
-
-
-def _explained(problem: RuntimeError, num_directions: int, tokens: Tensor) -> Exception:
-    """Turn an out-of-memory error into one that names the setting to lower."""
-    text = str(problem)
-    if not isinstance(problem, torch.OutOfMemoryError) and "can't allocate memory" not in text:
-        return problem
-    advice = (
-        f"lower `directions_per_pass` (now {num_directions}, try {num_directions // 2})"
-        if num_directions > 1
-        else f"lower `hvp_batch_size` (now {tokens.shape[0]})"
-    )
-    return HvpflowError(
-        f"out of memory with {num_directions} directions and {tokens.shape[0]} sequences of {tokens.shape[-1]} tokens "
-        f"at once; {advice}. ({text.strip().splitlines()[0]})"
-    )
 
 
 def make_engine(
@@ -134,17 +128,3 @@ def make_engine(
             return jvp_of_grad(model, tokens, targets, directions)
 
     return engine
-
-
-def choose_num_directions(model: nn.Module, batch_size: int, length: int, *, memory_bytes: int) -> int:
-    """Return the largest number of directions per pass, 1 to 64, whose estimated memory fits ``memory_bytes``.
-
-    ``memory_bytes`` is what is free beside the weights; the directions count towards it. The estimate is made from
-    the planned graph for [batch_size, length] before anything is computed, and a tenth is kept in reserve. Even one
-    direction may not fit: the answer is then still 1.
-    """
-    device = next(model.parameters()).device
-    tokens = torch.zeros(batch_size, length, dtype=torch.int64, device=device)
-    engine = TaylorEngine(model, (tokens, tokens))
-    fixed, each = estimate_bytes(engine.plan_of_example, engine.workspace)
-    return max(1, min(64, int((0.9 * memory_bytes - fixed) // each)))

@@ -39,8 +39,9 @@ class Workspace:
     """One matrix product per direction, accumulated in place: best on a CPU. Otherwise batched products."""
     slice_elements: int = 1 << 17
     """Elements of one temporary of a sliced rule, all directions together: on a CPU it should stay in the cache."""
-    head_elements: int = 1 << 19
-    """Elements of one block of logits [N, vocabulary block] of the fused head."""
+    head_tokens: int = 1024
+    head_columns: int = 512
+    """Shape of one block of logits of the fused head: large enough for fast products, small enough for the caches."""
     total: Tensor = field(init=False)
     gauss_newton: Tensor = field(init=False)
 

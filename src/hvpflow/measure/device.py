@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,22 @@ def configure(device: torch.device, settings: MeasureSettings) -> dict[str, Any]
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The memory of a GPU; of a CPU the machine's, or less where a control group limits this process (Linux)."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    try:
+        own = Path("/proc/self/cgroup").read_text(encoding="ascii").strip().rpartition("::/")[2]
+        for group in (Path(own), *Path(own).parents):
+            limit = "/sys/fs/cgroup" / group / "memory.max"
+            if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()).isdigit():
+                limits.append(int(text))
+    except OSError:  # another system, or another kind of control groups
+        pass
+    return min(limits)
 
 
 def _device_name(device: torch.device) -> str:

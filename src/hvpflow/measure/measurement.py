@@ -31,7 +31,7 @@ from hvpflow.measure.records import (
     record_identity,
 )
 from hvpflow.measure.session import Session
-from hvpflow.measure.settings import DEFAULT_DIRECTIONS_PER_PASS, MeasureSettings
+from hvpflow.measure.settings import MeasureSettings
 from hvpflow.measure.stacks import Direction, case_directions, cut_shard, cut_stacks
 from hvpflow.measure.store import Store
 from hvpflow.measure.worker import Worker
@@ -86,8 +86,6 @@ def measure_shard(
     noise_indices = choose_noise_samples(epoch.num_noise_samples, settings.noise_samples, settings.seed).tolist()
     everything = case_directions(noise_indices, settings.random_samples, len(state.worker_hashes or ()))
     mine = cut_shard(everything, shard, num_shards)
-    per_pass = settings.directions_per_pass
-    stacks = cut_stacks(mine, DEFAULT_DIRECTIONS_PER_PASS if per_pass == "auto" else per_pass)
     with lease_device(device, progress) as leased, stop_on_signal() as stop:
         session = Session(
             recipe=run.recipe,
@@ -98,13 +96,15 @@ def measure_shard(
             label=label,
             cache=cache,
         )
+        worker = Worker(session=session, finished=finished, stop=stop, report=progress, save_seconds=save_seconds)
+        mean = worker.mean_gradient(mine)
+        # Where everything is finished, their number is not worth building the model for.
+        stacks = cut_stacks(mine, session.directions_per_pass) if finished.pending(mine) else []
         session.policy.update(
             micro_batch_size=session.micro_batch_size,
             hvp_batch_size=session.hvp_batch_size,
             directions_per_pass=len(stacks[0]) if stacks else 0,
         )
-        worker = Worker(session=session, finished=finished, stop=stop, report=progress, save_seconds=save_seconds)
-        mean = worker.mean_gradient(mine)
         engine_check = worker.engine_check(mine)
         worker.run_stacks(stacks)
         entries = {direction: finished.get(direction) for direction in mine}

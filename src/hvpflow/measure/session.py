@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvpflow.curvature.quadratic import Engine, make_engine
+from hvpflow.curvature.quadratic import Engine, TaylorEngine, make_engine
 from hvpflow.curvature.reference import jvp_of_grad
 from hvpflow.data.cache import TokenCache
 from hvpflow.errors import HvpflowError
 from hvpflow.measure.batches import EpochReader
+from hvpflow.measure.device import memory_bytes
 from hvpflow.measure.random import rademacher
-from hvpflow.measure.settings import MeasureSettings
+from hvpflow.measure.settings import DEFAULT_DIRECTIONS_PER_PASS, MeasureSettings
 from hvpflow.measure.vectors import trainable, zeros_like
 from hvpflow.models.llama import Llama
 from hvpflow.runs.checkpoints import Checkpoint
@@ -81,10 +82,23 @@ class Session:
             compile_rules=self.policy["compiled"],
         )
 
+    @functools.cached_property
+    def directions_per_pass(self) -> int:
+        """Directions of one pass: as set, or the usual number, fewer where the device's memory would not hold them.
+
+        The device's whole memory counts, not what is free just now, so that a repeated run makes the same choice.
+        """
+        wanted = self.settings.directions_per_pass
+        if wanted != "auto":
+            return wanted
+        if not isinstance(self.engine, TaylorEngine):
+            return DEFAULT_DIRECTIONS_PER_PASS
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in trainable(self.model).values())
+        beside = memory_bytes(self.reader.device) - 2 * weights  # the model's and the mean gradient
+        return min(DEFAULT_DIRECTIONS_PER_PASS, self.engine.directions_within(beside))
+
     def check_engine(self) -> dict[str, Any]:
         """Compare the engine with the derivative of the gradient on a few sequences of the epoch.
-
-        The difference is relative to the Gauss–Newton part, the natural scale of a form whose sign is not definite.
 
         Raises:
             HvpflowError: they differ by more than rounding explains.
@@ -100,8 +114,7 @@ class Session:
         # Filled up to the shape of all other batches, so that what is checked is what will run.
         found = self.engine(*self.reader.read_padded(block_ids, self.hvp_batch_size), directions)
         expected = jvp_of_grad(self.model, tokens, targets, directions)
-        scale = torch.maximum(expected.total.abs(), expected.gauss_newton.abs()).clamp_min(1e-300)
-        difference = float(((found.total - expected.total).abs() / scale).max())
+        difference = found.difference(expected)
         tolerance = self._check_tolerance()
         if not difference <= tolerance:
             raise HvpflowError(

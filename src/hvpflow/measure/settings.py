@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from hvpflow.errors import HvpflowError
 
-MEASUREMENT_VERSION = 1
+MEASUREMENT_VERSION = 2
 """Raised whenever a change of the code changes numbers: finished work of another version is never reused."""
 
 DEFAULT_DIRECTIONS_PER_PASS = 8
@@ -33,11 +33,11 @@ class MeasureSettings:
     hvp_batch_size: int | None = None
     """Sequences in one curvature batch; null: the training microbatch."""
     engine: Literal["taylor", "jvp-of-grad"] = "taylor"
-    """``taylor``: three forward passes a direction; ``jvp-of-grad``: the slower exact one, for models without rules."""
+    """``taylor``: the fast one; ``jvp-of-grad``: the slower exact one, for models without rules."""
     compile_hvp: bool = True
     """Compile the engine's rules on CUDA; a CPU always runs them as they are."""
     directions_per_pass: int | Literal["auto"] = "auto"
-    """Directions that share one pass over the epoch; more need more memory. ``auto``: 8."""
+    """Directions that share one pass over the epoch; more need more memory. ``auto``: 8, or what memory holds."""
     consensus: bool = True
     """Measure the workers' consensus errors where a run has several workers."""
 
