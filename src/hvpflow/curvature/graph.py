@@ -1,4 +1,4 @@
-"""The model as a flat list of operations, and the plan of which of them move, bend, and are needed how long.
+"""The model as a flat list of operations, and the plan of which of them move and bend.
 
 ``torch.export`` before any decomposition keeps linear, rms_norm, layer_norm, silu, gelu and attention whole, one rule
 each. The graph belongs to one shape of the batch; the engine keeps one plan per shape.
@@ -7,7 +7,6 @@ each. The graph belongs to one shape of the batch; the engine keeps one plan per
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +22,9 @@ import hvpflow.curvature.rules_pointwise
 import hvpflow.curvature.rules_structure  # noqa: F401 (each fills the table of rules)
 from hvpflow.curvature.directions import trainable_parameters
 from hvpflow.curvature.fusion import fuse
-from hvpflow.curvature.rules import RULES, Rule, bind, node_inputs
+from hvpflow.curvature.lifetimes import with_lifetimes
+from hvpflow.curvature.plan import Plan, Step
+from hvpflow.curvature.rules import RULES, bind, node_inputs
 from hvpflow.curvature.rules_linear import paired_linear
 from hvpflow.curvature.rules_pointwise import gated_product
 from hvpflow.errors import HvpflowError
@@ -32,46 +33,6 @@ _STOPS = (torch.ops.aten.detach.default,)
 """Operations whose output is a constant to every derivative."""
 _FRESH = (torch.ops.aten.linear.default, paired_linear, gated_product)
 """Operations whose tangent always lies in memory of its own."""
-
-
-@dataclass(slots=True)
-class Step:
-    """One operation of the tangent pass."""
-
-    node: fx.Node
-    rule: Rule
-    bound: dict[str, Any]
-    moving: frozenset[str]
-    curved: bool
-    final: bool
-    owned: frozenset[str] = frozenset()
-    """Arguments whose tangents the rule may overwrite."""
-    last_tangents: list[fx.Node] = field(default_factory=list)
-    """Nodes whose tangents nobody reads after this step."""
-    last_values: list[fx.Node] = field(default_factory=list)
-    """Nodes whose kept primal values nobody reads after this step."""
-
-
-@dataclass(slots=True)
-class Plan:
-    """Everything about the graph that does not depend on numbers."""
-
-    nodes: list[fx.Node]
-    """Operations the loss depends on, in order."""
-    steps: list[Step]
-    """Those of them that move."""
-    sources: dict[fx.Node, Any]
-    """Input node -> ("parameter" | "buffer" | "constant" | "input", name, index or tensor)."""
-    parameters: dict[fx.Node, str]
-    """Input node -> name of the trainable parameter; tied names meet in one."""
-    loss: fx.Node
-    curved: set[fx.Node]
-    kept: set[fx.Node]
-    """Operations whose primal value the tangent pass reads."""
-    last_primal: dict[fx.Node, list[fx.Node]]
-    """Operation -> values that the primal pass may drop once it is done."""
-    unused: list[str]
-    """Trainable parameters that the loss does not depend on: they contribute zero."""
 
 
 def make_plan(model: nn.Module, tokens: Tensor, targets: Tensor, *, pair_products: bool = False) -> Plan:
@@ -129,7 +90,7 @@ def make_plan(model: nn.Module, tokens: Tensor, targets: Tensor, *, pair_product
     nodes = [node for node in graph.nodes if node in needed and node.op != "placeholder"]
     steps = _steps([node for node in nodes if node in moving], moving, loss)
     unused = sorted(set(names.values()) - {name for node, name in parameters.items() if node in needed})
-    return _with_lifetimes(
+    return with_lifetimes(
         Plan(
             nodes=nodes,
             steps=steps,
@@ -201,30 +162,3 @@ def _module_path(node: fx.Node) -> str:
     path, kind = stack[-1][:2]
     kind = kind if isinstance(kind, str) else kind.__name__
     return f"{path or 'the model itself'} ({kind.rsplit('.', 1)[-1]})"
-
-
-def _reads(step: Step) -> set[fx.Node]:
-    """Nodes whose primal values the step's rule uses."""
-    found: set[fx.Node] = set()
-    for name in step.rule.reads(step.moving):
-        found.update([step.node] if name == "output" else node_inputs(step.bound.get(name)))
-    return found
-
-
-def _with_lifetimes(plan: Plan) -> Plan:
-    seen_values: set[fx.Node] = set()
-    seen_tangents: set[fx.Node] = set()
-    for step in reversed(plan.steps):
-        reads = {node for node in _reads(step) if node not in plan.sources}
-        plan.kept |= reads
-        step.last_values = list(reads - seen_values)
-        seen_values |= reads
-        tangents = {node for node in step.node.all_input_nodes if node not in plan.sources}
-        step.last_tangents = list(tangents - seen_tangents)
-        seen_tangents |= tangents
-    seen: set[fx.Node] = {plan.loss}
-    for node in reversed(plan.nodes):
-        inputs = {source for source in node.all_input_nodes if source not in plan.sources}
-        plan.last_primal[node] = list(inputs - seen)
-        seen |= inputs
-    return plan

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hvpflow.curvature.graph import Plan
+from hvpflow.curvature.plan import Plan
 from hvpflow.curvature.rules import Workspace
 
 aten = torch.ops.aten
@@ -55,35 +55,37 @@ def _root(node: fx.Node) -> fx.Node:
 def estimate_bytes(plan: Plan, work: Workspace) -> tuple[int, int]:
     """Return (bytes of a pass whatever K, bytes of each direction), the weights themselves left out.
 
-    A pass holds the kept values, the adjoints, and the temporaries of one slice or of one direction in one layer. A
-    direction holds itself and, at the fullest moment, the tangents alive at once, with the one being made counted twice
-    for a rule's own copies.
+    A pass holds values and adjoints that are still to be read, and the temporaries of one slice or of one direction in
+    one layer. A direction holds itself and, at the fullest moment, the tangents alive at once, with the one being made
+    counted twice for a rule's own copies. Both are taken where they are largest, be it in different steps.
     """
-    roots = {_root(node) for node in plan.kept} - set(plan.sources)
-    fixed = _all_bytes(roots) + _all_bytes(plan.curved)
-    itemsize = max(
-        (_bytes(node.meta["val"]) // max(1, node.meta["val"].numel()) for node in plan.parameters), default=4
-    )
-    layers = [_all_bytes([step.node, *step.node.all_input_nodes]) for step in plan.steps if not step.final]
-    fixed += max(layers, default=0)
-    slices = 8 * work.slice_elements + 4 * work.head_tokens * work.head_columns
-    directions = _all_bytes(plan.parameters)
-    alive: dict[fx.Node, int] = {}
+    values = {_root(node) for node in plan.kept} - set(plan.sources)
+    adjoints = _all_bytes(plan.curved)
+    tangents: dict[fx.Node, int] = {}
     readers: dict[fx.Node, int] = {}
-    fullest = 0
+    fixed = each = 0
     for step in plan.steps:
+        values |= {_root(node) for node in step.make} - set(plan.sources)
+        layer = 0 if step.final else _all_bytes([step.node, *step.node.all_input_nodes])
+        fixed = max(fixed, _all_bytes(values) + adjoints + layer)
+        adjoints -= _bytes(step.node.meta["val"]) if step.curved else 0
+        values -= {_root(node) for node in step.last_values}
         root = _root(step.node)
         new = 0 if root in plan.sources or step.final else _bytes(root.meta["val"])
         own = 2 * new if root is step.node else 0
         if step.final:
             own = _all_bytes(node for node in step.node.all_input_nodes if node not in plan.sources)
-        fullest = max(fullest, sum(alive.values()) + own)
+        each = max(each, sum(tangents.values()) + own)
         if not step.final and root not in plan.sources:
-            alive[root] = new
+            tangents[root] = new
             readers[root] = readers.get(root, 0) + 1
         for node in step.last_tangents:
             root = _root(node)
             readers[root] = readers.get(root, 1) - 1
             if readers[root] <= 0:
-                alive.pop(root, None)
-    return fixed + slices * itemsize, directions + fullest
+                tangents.pop(root, None)
+    itemsize = max(
+        (_bytes(node.meta["val"]) // max(1, node.meta["val"].numel()) for node in plan.parameters), default=4
+    )
+    slices = 8 * work.slice_elements + 4 * work.head_tokens * work.head_columns
+    return fixed + slices * itemsize, _all_bytes(plan.parameters) + each

@@ -20,8 +20,9 @@ from hvpflow.curvature.directions import (
     to_host,
     trainable_parameters,
 )
-from hvpflow.curvature.graph import Plan, make_plan
+from hvpflow.curvature.graph import make_plan
 from hvpflow.curvature.memory import estimate_bytes
+from hvpflow.curvature.plan import Plan
 from hvpflow.curvature.reference import jvp_of_grad
 from hvpflow.curvature.rules import Workspace
 from hvpflow.curvature.taylor import primal_pass, source_values, tangent_pass

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from hvpflow.curvature.directions import Directions
-from hvpflow.curvature.graph import Plan, Step
+from hvpflow.curvature.plan import Plan, Step
 from hvpflow.curvature.rules import Call, Workspace, node_inputs
 
 Values = dict[fx.Node, Any]
@@ -89,6 +89,7 @@ def tangent_pass(
     tangents: Values = {node: directions[name] for node, name in plan.parameters.items()}
     with torch.no_grad():
         for step in plan.steps:
+            _make_again(step, work, sources, kept)
             adjoint = adjoints.pop(step.node, None) if step.curved else None
             tangent = step.rule.apply(_call(step, work, sources, kept, adjoint, tangents))
             for node in step.last_tangents:
@@ -97,6 +98,16 @@ def tangent_pass(
                 kept.pop(node, None)
             if tangent is not None:
                 tangents[step.node] = tangent
+
+
+def _make_again(step: Step, work: Workspace, sources: Values, kept: Values) -> None:
+    """Add to ``kept`` what ``step`` reads and the primal pass did not keep."""
+    if not step.make:
+        return
+    with torch.autocast(work.device.type, torch.bfloat16, enabled=work.amp):
+        for node in step.make:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: sources[n] if n in sources else kept[n])
+            kept[node] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _call(step: Step, work: Workspace, sources: Values, kept: Values, adjoint: Tensor | None, tangents: Values) -> Call:
