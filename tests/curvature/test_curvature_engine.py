@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -202,3 +203,16 @@ def test_number_of_directions_grows_with_memory():
     chosen = [engine.directions_within(size) for size in (1, 1 << 26, 1 << 27, 1 << 30)]
     assert chosen[0] == 1
     assert 1 < chosen[1] < chosen[2] < chosen[3]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiled rules need a C++ compiler on a CPU (g++)")
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_rules(name):
+    model = randomized(MODELS[name]())
+    tokens, targets = random_batch(11, 3, 7, ignored=0.3)
+    directions = random_directions(model, 3)
+    engine = TaylorEngine(model, (tokens, targets), compile_rules=True)
+    for loop in (True, False):
+        engine.workspace.loop_directions = loop
+        close(engine(tokens, targets, directions), jvp_of_grad(model, tokens, targets, directions))

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from training_cases import assert_same, make_cache, make_recipe, read_rows
+from training_cases import assert_same_run, make_recipe, read_rows
 
 from hvpflow.data.cache import TokenCache
 from hvpflow.errors import HvpflowError
@@ -21,34 +21,6 @@ from hvpflow.interruption import Interrupted
 from hvpflow.runs.pt_files import load_pt
 from hvpflow.runs.recipe import load_recipe, recipe_identity
 from hvpflow.training import learner, loop, train_run
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> TokenCache:
-    return make_cache(tmp_path_factory.mktemp("data") / "cache")
-
-
-@pytest.fixture(scope="module")
-def finished(cache: TokenCache, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that was never interrupted."""
-    directory = tmp_path_factory.mktemp("runs") / "finished"
-    train_run(make_recipe(), cache, directory)
-    return directory
-
-
-def assert_same_run(found: Path, expected: Path) -> None:
-    """Weights, optimiser state, position and metrics, all but what depends on the clock or on global generators."""
-    assert read_rows(found / "metrics.jsonl") == read_rows(expected / "metrics.jsonl")
-    for path in sorted(expected.glob("*.safetensors")):
-        assert (found / path.name).read_bytes() == path.read_bytes(), path.name
-    for path in sorted(expected.glob("*.pt")):
-        left, right = load_pt(found / path.name), load_pt(path)
-        assert_same({**left, "rng": None}, {**right, "rng": None}, path.name)
-    assert (found / "best.json").read_bytes() == (expected / "best.json").read_bytes()
-    left, right = (json.loads((run / "result.json").read_text()) for run in (found, expected))
-    for name in ("status", "tokens", "step", "epochs", "best_subset_loss", "best_epoch", "recipe_identity"):
-        assert left[name] == right[name], name
-    assert left["final_validation"]["loss"] == right["final_validation"]["loss"]
 
 
 def test_interruption_after_any_step(

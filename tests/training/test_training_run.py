@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
-from training_cases import assert_same, make_cache, make_recipe, read_rows
+from training_cases import assert_same, make_recipe, read_rows
 
 from hvpflow.data.cache import TokenCache
 from hvpflow.data.epochs import training_stream
@@ -24,19 +24,6 @@ from hvpflow.runs.run import open_run
 from hvpflow.runs.weights import weights_hash
 from hvpflow.training import evaluate_checkpoint, train, train_run
 from hvpflow.training.learner import initial_model
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> TokenCache:
-    return make_cache(tmp_path_factory.mktemp("data") / "cache")
-
-
-@pytest.fixture(scope="module")
-def finished(cache: TokenCache, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of the plain recipe; copy it before changing it."""
-    directory = tmp_path_factory.mktemp("runs") / "finished"
-    train_run(make_recipe(), cache, directory)
-    return directory
 
 
 def copied(run: Path, target: Path) -> Path:

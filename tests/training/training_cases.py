@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hvpflow.data.cache import TokenCache, manifest_identity
+from hvpflow.runs.pt_files import load_pt
 from hvpflow.runs.recipe import Recipe, recipe_from_mapping
 
 VOCABULARY = 64
@@ -111,3 +112,22 @@ def assert_same(left: Any, right: Any, where: str = "") -> None:
             assert_same(one, other, f"{where}/{index}")
     else:
         assert left == right, where
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    """Weights, optimiser state, position and metrics, all but what depends on the clock or on global generators."""
+    assert read_rows(found / "metrics.jsonl") == read_rows(expected / "metrics.jsonl")
+    paths = [path for kind in ("*.safetensors", "*.pt") for path in sorted(expected.rglob(kind))]
+    names = [str(path.relative_to(expected)) for path in paths if ".training" not in path.parts]
+    assert len(names) >= 4
+    for name in names:
+        if name.endswith("safetensors"):
+            assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+        else:
+            left, right = load_pt(found / name), load_pt(expected / name)
+            assert_same({**left, "rng": None}, {**right, "rng": None}, name)
+    assert (found / "best.json").read_bytes() == (expected / "best.json").read_bytes()
+    left, right = (json.loads((run / "result.json").read_text()) for run in (found, expected))
+    for name in ("status", "tokens", "step", "epochs", "best_subset_loss", "best_epoch", "recipe_identity"):
+        assert left[name] == right[name], name
+    assert left["final_validation"]["loss"] == right["final_validation"]["loss"]

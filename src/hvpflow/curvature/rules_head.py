@@ -16,39 +16,32 @@ from hvpflow.curvature.rules_linear import balance, paired_products
 from hvpflow.curvature.rules_loss import token_scales
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Loss, its gradient with respect to x, and the normalisers, over chunks of tokens in one sweep."""
+class _BlockedCrossEntropy(torch.autograd.Function):
+    """Loss, its gradient with respect to x, and the normalisers, in one sweep over blocks of logits.
+
+    The softmax is normalised at the end: a block with a larger maximum shrinks the sums of those before it.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, reduction: int,
-        elements: int,
+        tile: tuple[int, int],
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         flat, aims = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-        amp = torch.is_autocast_enabled(x.device.type)
-        matrix = weight.to(torch.bfloat16) if amp else weight
+        low = torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else weight.dtype
         dtype = widen(x).dtype
         scale = token_scales(aims, ignore_index, reduction, dtype)
-        gradient = torch.empty_like(flat, dtype=matrix.dtype)
+        gradient = torch.empty_like(flat, dtype=dtype)
         normalisers = torch.empty(len(aims), dtype=dtype, device=x.device)
         loss = torch.zeros((), dtype=torch.float64, device=x.device)
-        step = max(128, elements // weight.shape[0])
         with torch.autocast(x.device.type, enabled=False):
-            for start in range(0, len(aims), step):
-                rows = slice(start, start + step)
-                z = widen(torch.mm(flat[rows].to(matrix.dtype), matrix.t()))
-                if bias is not None:
-                    z += bias
-                index = aims[rows].clamp(min=0)[:, None]
-                aimed = z.gather(1, index).squeeze(1)
-                highest = z.amax(-1, keepdim=True)
-                p = z.sub_(highest).exp_()
-                mass = p.sum(-1, keepdim=True)
-                lse = (highest + mass.log()).squeeze(1)
+            for start in range(0, len(aims), tile[0]):
+                rows = slice(start, start + tile[0])
+                index = aims[rows].clamp(min=0)
+                lse, aimed, slope = _sweep(flat[rows].to(low), weight, bias, index, tile[1])
+                slope *= scale[rows, None]
+                gradient[rows] = slope.sub_(scale[rows, None] * weight[index])
                 loss += ((lse - aimed) * scale[rows]).sum(dtype=torch.float64)
-                p.mul_(scale[rows, None] / mass)
-                p.scatter_add_(1, index, -scale[rows, None])
-                torch.mm(p.to(matrix.dtype), matrix, out=gradient[rows])
                 normalisers[rows] = lse
         ctx.save_for_backward(gradient.view(x.shape).to(x.dtype))
         ctx.mark_non_differentiable(normalisers)
@@ -59,6 +52,34 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return ctx.saved_tensors[0] * adjoints[0], None, None, None, None, None, None
 
 
+def _sweep(
+    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logsumexp [n], logit of ``index`` [n], Σ_v p_v W_v [n, i]) of the logits x Wᵀ + b, for x [n, i]."""
+    highest = torch.full((len(x),), -torch.inf, dtype=widen(x).dtype, device=x.device)
+    mass, aimed = torch.zeros_like(highest), torch.zeros_like(highest)
+    average = torch.zeros(x.shape, dtype=highest.dtype, device=x.device)
+    for start in range(0, len(weight), columns):
+        matrix = weight[start : start + columns].to(x.dtype)
+        z = widen(torch.mm(x, matrix.t()))
+        if bias is not None:
+            z += bias[start : start + columns]
+        here = index - start
+        inside = (here >= 0) & (here < len(matrix))
+        aimed += z.gather(1, here.clamp(0, len(matrix) - 1)[:, None]).squeeze(1).where(inside, aimed.new_zeros(()))
+        top = torch.maximum(highest, z.amax(-1))
+        shrink = (highest - top).exp_()
+        p = z.sub_(top[:, None]).exp_()
+        mass = mass * shrink + p.sum(-1)
+        average *= shrink[:, None]
+        if x.dtype == average.dtype:
+            torch.addmm(average, p, matrix, out=average)
+        else:
+            average += torch.mm(p.to(x.dtype), matrix)
+        highest = top
+    return highest + mass.log(), aimed, average.div_(mass[:, None])
+
+
 def head_cross_entropy(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, reduction: int
 ) -> tuple[Tensor, Tensor]:
@@ -66,8 +87,8 @@ def head_cross_entropy(
 
     The graph puts it where it finds the pair. Differentiable in x alone: that is all the engine asks of it.
     """
-    elements = 1 << 20 if x.device.type == "cpu" else 1 << 28
-    return _ChunkedCrossEntropy.apply(x, weight, bias, targets, ignore_index, reduction, elements)
+    tile = (1 << 10, 1 << 9) if x.device.type == "cpu" else (1 << 13, 1 << 15)
+    return _BlockedCrossEntropy.apply(x, weight, bias, targets, ignore_index, reduction, tile)
 
 
 def _moments(p: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:

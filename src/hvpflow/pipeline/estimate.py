@@ -30,7 +30,7 @@ Kind = Literal["cpu", "cuda"]
 
 ASSUMED_RATES: dict[Kind, float] = {"cuda": 1e12, "cpu": 5e8}
 """Parameter-tokens a second, on a CPU for each thread: a GPU of the year 2017, a slow CPU core."""
-SLOWER_ENGINE = 3.0
+SLOWER_ENGINE = 4.0
 """``jvp-of-grad`` against ``taylor``."""
 TRAINING_PASSES = 1.5
 """A training step against one direction: forward and backward, and the optimizer's work."""
