@@ -45,8 +45,7 @@ def test_arithmetic_per_direction(K, pairs, limit):
         torch.mm(out, out, out=torch.empty(2, 2))
         torch.addmm(out, torch.ones(2, 2), torch.ones(2, 2), out=out)
     assert probe.get_total_flops() == 2 * 16
-    engine = TaylorEngine(model, (tokens, targets))
-    engine.workspace.loop_directions = pairs
+    engine = TaylorEngine(model, (tokens, targets), paired_width=1 if pairs else 1000)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         engine(tokens, targets, directions)
     per_direction = counter.get_total_flops() / K / forward_flops()

@@ -45,12 +45,12 @@ def test_whole_models_against_the_reference(name):
     tokens, targets = random_batch(11, 3, 7, ignored=0.3)
     directions = random_directions(model, 3)
     expected = jvp_of_grad(model, tokens, targets, directions)
-    engine = TaylorEngine(model, (tokens, targets))
-    close(engine(tokens, targets, directions), expected)
-    engine.workspace.slice_elements = 50
-    engine.workspace.head_tokens, engine.workspace.head_columns = 5, 4
-    for loop in (True, False):
+    for loop, paired_width in ((True, 1), (True, 1000), (False, 1)):
+        engine = TaylorEngine(model, (tokens, targets), paired_width=paired_width)
         engine.workspace.loop_directions = loop
+        close(engine(tokens, targets, directions), expected)
+        engine.workspace.slice_elements = 50
+        engine.workspace.head_tokens, engine.workspace.head_columns = 5, 4
         close(engine(tokens, targets, directions), expected)
 
 

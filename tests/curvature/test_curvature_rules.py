@@ -48,9 +48,9 @@ def agree(model: nn.Module, K: int = 3) -> None:
         expected = torch.stack(
             [form(parameters, {n: d[k] for n, d in directions.items()}, tokens, targets) for k in range(K)]
         )
-    engine = TaylorEngine(model, (tokens, targets))
     scale = float(expected.abs().max())
-    for loop in (True, False):
+    for loop, paired_width in ((True, 1), (True, 1000), (False, 1)):
+        engine = TaylorEngine(model, (tokens, targets), paired_width=paired_width)
         for elements, tile in ((7, (2, 3)), (1 << 20, (1 << 10, 1 << 10))):
             engine.workspace.loop_directions = loop
             engine.workspace.slice_elements = elements

@@ -38,7 +38,7 @@ _PER_TOKEN = (
 """Operations that may stand between output layer and loss: they rearrange tokens and leave the logits' axis alone."""
 
 
-def fuse(graph: fx.Graph, moving: set[fx.Node], *, pair_products: bool) -> None:
+def fuse(graph: fx.Graph, moving: set[fx.Node], *, paired_width: int | None) -> None:
     """Rewrite ``graph`` in place; ``moving`` (the nodes that depend on trainable parameters) is kept up to date."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node not in moving:
@@ -47,9 +47,10 @@ def fuse(graph: fx.Graph, moving: set[fx.Node], *, pair_products: bool) -> None:
             _fuse_gate(graph, node, moving)
         elif node.target is aten.cross_entropy_loss.default:
             _fuse_head(graph, node, moving)
-    if pair_products:
+    if paired_width is not None:
         for node in graph.nodes:
-            if node.target is aten.linear.default and {node.args[0], node.args[1]} <= moving:
+            moves = node.target is aten.linear.default and {node.args[0], node.args[1]} <= moving
+            if moves and _shape(node.args[1])[1] >= paired_width:
                 node.target = paired_linear
 
 

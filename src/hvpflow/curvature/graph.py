@@ -35,10 +35,10 @@ _FRESH = (torch.ops.aten.linear.default, paired_linear, gated_product)
 """Operations whose tangent always lies in memory of its own."""
 
 
-def make_plan(model: nn.Module, tokens: Tensor, targets: Tensor, *, pair_products: bool = False) -> Plan:
+def make_plan(model: nn.Module, tokens: Tensor, targets: Tensor, *, paired_width: int | None = None) -> Plan:
     """Export ``model(tokens, targets)`` and plan the passes; raise HvpflowError where a rule is missing.
 
-    With ``pair_products`` the outputs of linear layers are kept, and save each of them one product in three.
+    Outputs of linear layers with ``paired_width`` inputs or more are kept, which saves them one product in three.
     """
     try:
         with torch.autocast(tokens.device.type, enabled=False):
@@ -84,7 +84,7 @@ def make_plan(model: nn.Module, tokens: Tensor, targets: Tensor, *, pair_product
         reached = any(source in moving for source in node_inputs((node.args, node.kwargs)))
         if node.op == "call_function" and node.target not in _STOPS and reached and _differentiable(node):
             moving.add(node)
-    fuse(graph, moving, pair_products=pair_products)
+    fuse(graph, moving, paired_width=paired_width)
     loss = node_inputs(output.args)[0]
     needed = _ancestors(loss)
     nodes = [node for node in graph.nodes if node in needed and node.op != "placeholder"]

@@ -36,14 +36,16 @@ Engine = Callable[[Tensor, Tensor, Directions], QuadraticForms]
 class TaylorEngine:
     """(tokens [B, T], targets [B, T], directions) -> QuadraticForms.
 
-    K directions cost as many matrix products as 2K + 2 forward passes on a CPU, and 3K + 2 where products are cheaper
-    than passes over memory: on CUDA, and in bfloat16. Holds the model, whose weights are read anew at each call, and
-    one planned graph per shape of the batch.
+    K directions cost as many matrix products as 2K + 2 forward passes on a CPU, in layers of ``paired_width`` inputs or
+    more, and as 3K + 2 where products are cheaper than passes over memory (narrow layers, CUDA) or where bfloat16 would
+    lose what cancels. Holds the model, whose weights are read anew at each call, and one planned graph per shape of the
+    batch.
     """
 
     def __init__(
-        self, model: nn.Module, example: tuple[Tensor, Tensor], *, amp: bool = False, compile_rules: bool = False
-    ) -> None:
+        self, model: nn.Module, example: tuple[Tensor, Tensor], *, amp: bool = False, compile_rules: bool = False,
+        paired_width: int = 128,
+    ) -> None:  # fmt: skip
         self.model, self.amp = model, amp
         on_cpu = example[0].device.type == "cpu"
         if on_cpu:
@@ -54,11 +56,11 @@ class TaylorEngine:
             amp=amp,
             compile_rules=compile_rules,
             loop_directions=on_cpu,
+            paired_width=paired_width if on_cpu and not amp else None,
             slice_elements=(1 << 18) * torch.get_num_threads() if on_cpu else 1 << 27,
             head_tokens=1 << 10 if on_cpu else 1 << 15,
             head_columns=1 << 9 if on_cpu else 1 << 12,
         )
-        self._pair_products = on_cpu and not amp  # bfloat16 would lose what the identity cancels
         self._plans: dict[Any, Plan] = {}
         self.plan_of_example = self.plan(*example)
         self.unused_parameters = self.plan_of_example.unused
@@ -70,7 +72,7 @@ class TaylorEngine:
         key = (tokens.shape, targets.shape, tokens.dtype, targets.dtype)
         if key not in self._plans:
             with evaluation_mode(self.model):
-                self._plans[key] = make_plan(self.model, tokens, targets, pair_products=self._pair_products)
+                self._plans[key] = make_plan(self.model, tokens, targets, paired_width=self.workspace.paired_width)
         return self._plans[key]
 
     def __call__(self, tokens: Tensor, targets: Tensor, directions: Directions) -> QuadraticForms:

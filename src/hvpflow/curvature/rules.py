@@ -37,6 +37,8 @@ class Workspace:
     """Compile each pointwise rule once; every layer uses the same kernels."""
     loop_directions: bool = True
     """One matrix product per direction, accumulated in place: best on a CPU. Otherwise batched products."""
+    paired_width: int | None = None
+    """Inputs of a layer from which on two products stand for three; None: never."""
     slice_elements: int = 1 << 17
     """Elements of one temporary of a sliced rule, all directions together: on a CPU it should stay in the cache."""
     head_tokens: int = 1024

@@ -141,7 +141,8 @@ def head_rule(call: Call) -> Any:
     targets, lse = call["targets"].reshape(-1), call.value[1]
     dx, dweight, dbias = (call.tangent(name) for name in ("x", "weight", "bias"))
     dx = None if dx is None else work.product_operand(dx.reshape(K, *x.shape))
-    paired = work.loop_directions and not work.amp and dx is not None and dweight is not None
+    wide = work.loop_directions and work.paired_width is not None and weight.shape[1] >= work.paired_width
+    paired = wide and dx is not None and dweight is not None
     layer = _Layer(
         work=work,
         weight=weight,
