@@ -94,7 +94,8 @@ class Session:
         if not isinstance(self.engine, TaylorEngine):
             return DEFAULT_DIRECTIONS_PER_PASS
         weights = sum(parameter.numel() * parameter.element_size() for parameter in trainable(self.model).values())
-        beside = memory_bytes(self.reader.device) - 2 * weights  # the model's and the mean gradient
+        share = 1.0 if self.reader.device.type == "cuda" else 0.5  # others live in the machine's memory, too
+        beside = int(share * memory_bytes(self.reader.device)) - 2 * weights  # the model's and the mean gradient
         return min(DEFAULT_DIRECTIONS_PER_PASS, self.engine.directions_within(beside))
 
     def check_engine(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hvpflow.errors import HvpflowError
 MEASUREMENT_VERSION = 2
 """Raised whenever a change of the code changes numbers: finished work of another version is never reused."""
 
-DEFAULT_DIRECTIONS_PER_PASS = 8
+DEFAULT_DIRECTIONS_PER_PASS = 16
 MAX_SEED = 2**32 - 1
 
 
@@ -37,7 +37,7 @@ class MeasureSettings:
     compile_hvp: bool = True
     """Compile the engine's rules on CUDA; a CPU always runs them as they are."""
     directions_per_pass: int | Literal["auto"] = "auto"
-    """Directions that share one pass over the epoch; more need more memory. ``auto``: 8, or what memory holds."""
+    """Directions that share one pass over the epoch; more need more memory. ``auto``: 16, or what memory holds."""
     consensus: bool = True
     """Measure the workers' consensus errors where a run has several workers."""
 

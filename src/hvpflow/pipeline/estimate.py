@@ -16,7 +16,6 @@ import functools
 import json
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -74,17 +73,18 @@ class Estimate:
 def measure_estimate(plan: Plan, *, threads: int = 1) -> Estimate:
     """Estimate one measure job of ``plan``: one shard of one (checkpoint, case)."""
     recipe, settings = plan.recipe, plan.config.analysis
-    counts = [-(-count // settings.shards) for count in direction_counts(plan)]
-    work = epoch_tokens(recipe) * _passes(counts, settings.directions_per_pass) * work_of_a_token(recipe.model)
+    count = -(-sum(direction_counts(plan)) // settings.shards)
+    work = epoch_tokens(recipe) * _passes(count, settings.directions_per_pass) * work_of_a_token(recipe.model)
     kind: Kind = "cpu" if settings.device == "cpu" else "cuda"
     measured = measured_rates(plan, None if settings.device == "auto" else kind, threads)
     slower = SLOWER_ENGINE if settings.engine == "jvp-of-grad" else 1.0
     rates = measured or (assumed_rate(kind, threads) / slower,)
     sequences = settings.hvp_batch_size or recipe.training.micro_batch_size
     per_pass = _per_pass(settings.directions_per_pass)
-    memory = _weights_mb(recipe, copies=3 + 2 * per_pass + (recipe.num_workers if plan.reads_workers else 0))
+    memory = _weights_mb(recipe, copies=5 + per_pass + (recipe.num_workers if plan.reads_workers else 0))
     if kind == "cpu":
-        memory += _activations_mb(recipe.model, sequences, copies=2 * per_pass + 2)
+        copies = 12 if settings.engine == "jvp-of-grad" else 2 + per_pass // 4
+        memory += _activations_mb(recipe.model, sequences, copies=copies)
     return Estimate(
         seconds=START_SECONDS + work / statistics.median(rates),
         slowest_seconds=START_SECONDS + work / min(rates),
@@ -173,8 +173,8 @@ def _finished(work: Path, names: tuple[str, ...]) -> list[_Finished]:
     for name in names:
         try:
             record = json.loads((work / name).read_text(encoding="utf-8"))
-            counts = [len(record[kind] or ()) for kind in ("noise", "random", "consensus")]
-            passes = _passes(counts, record["settings"]["directions_per_pass"])
+            count = sum(len(record[kind] or ()) for kind in ("noise", "random", "consensus"))
+            passes = _passes(count, record["settings"]["directions_per_pass"])
             found.append(
                 _Finished(
                     speed=_speed_of(record["settings"]),
@@ -199,10 +199,10 @@ def _speed_of(settings: Any) -> tuple[Any, ...]:
     return tuple(settings[name] if isinstance(settings, dict) else getattr(settings, name) for name in names)
 
 
-def _passes(counts: Sequence[int], directions_per_pass: int | Literal["auto"]) -> int:
-    """Directions with the padding of the last stack of each kind, and the mean gradient."""
-    per_pass = _per_pass(directions_per_pass)
-    return sum(-(-count // per_pass) * per_pass for count in counts) + 1
+def _passes(count: int, directions_per_pass: int | Literal["auto"]) -> int:
+    """Directions with the places that equal stacks leave empty, and the mean gradient."""
+    stacks = max(1, -(-count // _per_pass(directions_per_pass)))
+    return stacks * -(-count // stacks) + 1
 
 
 def _per_pass(directions_per_pass: int | Literal["auto"]) -> int:
