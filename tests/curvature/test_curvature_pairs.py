@@ -93,3 +93,18 @@ def test_rounding_costs_what_it_costs_in_three_products(make, kind):
     engine.workspace.loop_directions = False
     three = engine(tokens, targets, directions).difference(exact)
     assert two <= max(4 * three, 2e-6)
+
+
+@pytest.mark.parametrize("paired_width", [1, 1000])
+def test_what_all_logits_have_in_common_costs_no_precision(paired_width):
+    model = randomized(TinyGPT(width=16))
+    rounded = TinyGPT(width=16).eval()
+    rounded.load_state_dict(model.state_dict())
+    model.load_state_dict(rounded.state_dict())
+    tokens, targets = random_batch(11, 8, 16)
+    directions = {name: 0 * stack.float() for name, stack in random_directions(model, 2).items()}
+    directions["head.weight"] += 300 + torch.rand_like(directions["head.weight"])
+    directions["head.bias"] += 1000
+    exact = jvp_of_grad(model, tokens, targets, {name: stack.double() for name, stack in directions.items()})
+    engine = TaylorEngine(rounded, (tokens, targets), paired_width=paired_width)
+    assert engine(tokens, targets, directions).difference(exact) < 1e-4

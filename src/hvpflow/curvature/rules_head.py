@@ -133,8 +133,8 @@ def head_rule(call: Call) -> Any:
 
     For a block b: z_b and p_b again (one product for all directions), then per direction z'_b = x'W_bᵀ + xW'_bᵀ + b'_b,
     its moments under p, and the output layer's own 2⟨s(p − onehot), x'W'_bᵀ⟩. W, W' and b' are taken less their means
-    over the vocabulary: that moves all logits of a token by one number, which no term sees, and leaves a mean of z'
-    under p that is small beside its deviation, so nothing cancels in ⟨p, z'²⟩ − ⟨p, z'⟩².
+    over the vocabulary: that moves all logits of a token by one number, which no term sees, and keeps what all tangents
+    of a token's logits have in common, which may be large, out of ⟨p, z'²⟩ − ⟨p, z'⟩².
     """
     work, K = call.work, call.work.num_directions
     x, weight = work.product_operand(call["x"].reshape(-1, call["x"].shape[-1])), call["weight"]
