@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hvpflow.curvature.quadratic import make_engine
+from hvpflow.curvature.quadratic import TaylorEngine, make_engine
 from hvpflow.curvature.reference import hessian_form
 from hvpflow.models.config import LlamaConfig
 from hvpflow.models.llama import Llama
@@ -66,6 +66,11 @@ def _ours(model: nn.Module, tokens: Tensor, targets: Tensor, *, compile_rules: b
 
 def _ours_compiled(model: nn.Module, tokens: Tensor, targets: Tensor) -> Method:
     return _ours(model, tokens, targets, compile_rules=True)
+
+
+def _ours_three_products(model: nn.Module, tokens: Tensor, targets: Tensor) -> Method:
+    engine = TaylorEngine(model, (tokens, targets), paired_width=1 << 30)
+    return lambda directions: engine(tokens, targets, directions).total
 
 
 def _one_by_one(product: Callable[[dict[str, Tensor]], Tensor]) -> Method:
@@ -139,6 +144,7 @@ METHODS: dict[str, tuple[Callable[..., Method], int]] = {  # name -> (builder, d
     "hvpflow-K4": (_ours, 4),
     "hvpflow-K16": (_ours, 16),
     "hvpflow-compiled-rules": (_ours_compiled, 8),
+    "hvpflow-three-products": (_ours_three_products, 8),
     "jvp-grad-compiled": (_jvp_grad_compiled, 1),
     "jvp-grad": (_jvp_grad, 1),
     "double-backward": (_double_backward, 1),

@@ -127,12 +127,13 @@ def test_too_little_memory_names_the_settings_to_lower(
         measure(*tiny, tmp_path / "store", **BASE, hvp_batch_size=5)
 
 
+@pytest.mark.parametrize("engine", ["taylor", "jvp-of-grad"])
 def test_fewer_directions_share_a_pass_where_memory_is_small(
-    tiny: tuple[Run, TokenCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: tuple[Run, TokenCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    settings = BASE | {"engine": "taylor", "directions_per_pass": "auto"}
+    settings = BASE | {"engine": engine, "directions_per_pass": "auto"}
     plenty = measure(*tiny, tmp_path / "plenty", **settings)
-    monkeypatch.setattr(session, "memory_bytes", lambda device: 100_000)
+    monkeypatch.setattr(session, "memory_bytes", lambda device: 10_000)
     few = measure(*tiny, tmp_path / "few", **settings)
     assert [record["policy"]["directions_per_pass"] for record in (plenty, few)] == [3, 1]
     for one, other in zip(plenty["noise"] + plenty["random"], few["noise"] + few["random"], strict=True):

@@ -6,40 +6,26 @@ residual stream, a normalisation, a rotation) is made again when it is first rea
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 
-from hvpflow.curvature.plan import Plan, Step
+from hvpflow.curvature.plan import ALIASES, Plan, Step
 from hvpflow.curvature.rules_pointwise import gated_product
 
 aten = torch.ops.aten
 
-_CHEAP = {
-    operator.getitem,
+_CHEAP = ALIASES | {
     aten.add.Tensor,
     aten.cat.default,
-    aten.chunk.default,
-    aten.contiguous.default,
     aten.flatten.using_ints,
     aten.layer_norm.default,
     aten.mul.Tensor,
     aten.neg.default,
-    aten.permute.default,
     aten.relu.default,
     aten.reshape.default,
     aten.rms_norm.default,
     aten.silu.default,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
     aten.sub.Tensor,
-    aten.to.dtype,
-    aten.transpose.int,
-    aten.unflatten.int,
-    aten.unsqueeze.default,
-    aten.view.default,
     gated_product,
 }
 """Operations that cost a pass or two over their operands, and nothing random."""

@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from hvpflow.curvature.plan import Plan
+from hvpflow.curvature.plan import ALIASES, Plan
 from hvpflow.curvature.rules import Workspace
-
-aten = torch.ops.aten
-
-_ALIASES = {
-    operator.getitem,
-    aten.view.default,
-    aten.unflatten.int,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.t.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.chunk.default,
-    aten.expand.default,
-    aten.alias.default,
-    aten.contiguous.default,
-    aten.to.dtype,
-}
-"""Operations whose output usually shares its input's storage."""
 
 
 def _bytes(value: Any) -> int:
@@ -47,7 +22,7 @@ def _all_bytes(nodes: Iterable[fx.Node]) -> int:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    while node.target in _ALIASES and node.all_input_nodes:
+    while node.target in ALIASES and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from hvpflow.curvature.rules import Rule, node_inputs
+
+aten = torch.ops.aten
+
+ALIASES = {
+    operator.getitem,
+    aten.view.default,
+    aten.unflatten.int,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.t.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+    aten.expand.default,
+    aten.alias.default,
+    aten.contiguous.default,
+    aten.to.dtype,
+}
+"""Operations whose output usually shares its input's storage."""
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from hvpflow.curvature.memory import estimate_bytes
 from hvpflow.curvature.plan import Plan
 from hvpflow.curvature.reference import jvp_of_grad
 from hvpflow.curvature.rules import Workspace
+from hvpflow.curvature.rules_head import CPU_TILE
 from hvpflow.curvature.taylor import primal_pass, source_values, tangent_pass
 from hvpflow.errors import HvpflowError, nearest
 
@@ -46,10 +47,11 @@ class TaylorEngine:
         self, model: nn.Module, example: tuple[Tensor, Tensor], *, amp: bool = False, compile_rules: bool = False,
         paired_width: int = 128,
     ) -> None:  # fmt: skip
-        self.model, self.amp = model, amp
+        self.model = model
         on_cpu = example[0].device.type == "cpu"
         if on_cpu:
             _keep_freed_memory()
+        tokens, columns = CPU_TILE if on_cpu else (1 << 15, 1 << 12)
         self.workspace = Workspace(
             num_directions=1,
             device=example[0].device,
@@ -58,8 +60,8 @@ class TaylorEngine:
             loop_directions=on_cpu,
             paired_width=paired_width if on_cpu and not amp else None,
             slice_elements=(1 << 18) * torch.get_num_threads() if on_cpu else 1 << 27,
-            head_tokens=1 << 10 if on_cpu else 1 << 15,
-            head_columns=1 << 9 if on_cpu else 1 << 12,
+            head_tokens=tokens,
+            head_columns=columns,
         )
         self._plans: dict[Any, Plan] = {}
         self.plan_of_example = self.plan(*example)
@@ -81,7 +83,7 @@ class TaylorEngine:
         work = replace(self.workspace, num_directions=num_directions)
         with evaluation_mode(self.model):
             sources = source_values(plan, self.model, (tokens, targets))
-            kept, adjoints = primal_pass(plan, sources, amp=self.amp)
+            kept, adjoints = primal_pass(plan, sources, amp=work.amp)
             tangent_pass(plan, work, sources, kept, adjoints, directions)
         return QuadraticForms(to_host(work.total), to_host(work.gauss_newton))
 

@@ -31,19 +31,19 @@ class Workspace:
 
     num_directions: int
     device: torch.device
-    amp: bool = False
+    amp: bool
     """Matrix products in bfloat16."""
-    compile_rules: bool = False
+    compile_rules: bool
     """Compile each pointwise rule once; every layer uses the same kernels."""
-    loop_directions: bool = True
+    loop_directions: bool
     """One matrix product per direction, accumulated in place: best on a CPU. Otherwise batched products."""
-    paired_width: int | None = None
+    paired_width: int | None
     """Inputs of a layer from which on two products stand for three; None: never."""
-    slice_elements: int = 1 << 17
+    slice_elements: int
     """Elements of one temporary of a sliced rule, all directions together: on a CPU it should stay in the cache."""
-    head_tokens: int = 1024
-    head_columns: int = 512
-    """Shape of one block of logits of the fused head: large enough for fast products, small enough for the caches."""
+    head_tokens: int
+    head_columns: int
+    """Shape of one block of logits of the fused head."""
     total: Tensor = field(init=False)
     gauss_newton: Tensor = field(init=False)
 

@@ -15,6 +15,9 @@ from hvpflow.curvature.rules import Call, Workspace, inner, rule, widen
 from hvpflow.curvature.rules_linear import balance, paired_products
 from hvpflow.curvature.rules_loss import token_scales
 
+CPU_TILE = 1 << 10, 1 << 9
+"""Tokens and columns of one block of logits: large enough for fast products, small enough for the caches."""
+
 
 class _BlockedCrossEntropy(torch.autograd.Function):
     """Loss, its gradient with respect to x, and the normalisers, in one sweep over blocks of logits.
@@ -87,7 +90,7 @@ def head_cross_entropy(
 
     The graph puts it where it finds the pair. Differentiable in x alone: that is all the engine asks of it.
     """
-    tile = (1 << 10, 1 << 9) if x.device.type == "cpu" else (1 << 13, 1 << 15)
+    tile = CPU_TILE if x.device.type == "cpu" else (1 << 13, 1 << 15)
     return _BlockedCrossEntropy.apply(x, weight, bias, targets, ignore_index, reduction, tile)
 
 

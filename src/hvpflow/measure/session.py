@@ -91,12 +91,14 @@ class Session:
         wanted = self.settings.directions_per_pass
         if wanted != "auto":
             return wanted
-        if not isinstance(self.engine, TaylorEngine):
-            return DEFAULT_DIRECTIONS_PER_PASS
         weights = sum(parameter.numel() * parameter.element_size() for parameter in trainable(self.model).values())
         share = 1.0 if self.reader.device.type == "cuda" else 0.5  # others live in the machine's memory, too
         beside = int(share * memory_bytes(self.reader.device)) - 2 * weights  # the model's and the mean gradient
-        return min(DEFAULT_DIRECTIONS_PER_PASS, self.engine.directions_within(beside))
+        if isinstance(self.engine, TaylorEngine):
+            fitting = self.engine.directions_within(beside)
+        else:  # it takes one at a time, and only holds the others
+            fitting = max(1, beside // (2 * weights))
+        return min(DEFAULT_DIRECTIONS_PER_PASS, fitting)
 
     def check_engine(self) -> dict[str, Any]:
         """Compare the engine with the derivative of the gradient on a few sequences of the epoch.

@@ -83,6 +83,7 @@ def measure_estimate(plan: Plan, *, threads: int = 1) -> Estimate:
     per_pass = _per_pass(settings.directions_per_pass)
     memory = _weights_mb(recipe, copies=5 + per_pass + (recipe.num_workers if plan.reads_workers else 0))
     if kind == "cpu":
+        # One and a half to three times what was measured: the engine keeps one set whatever K, the slower one about 7.
         copies = 12 if settings.engine == "jvp-of-grad" else 2 + per_pass // 4
         memory += _activations_mb(recipe.model, sequences, copies=copies)
     return Estimate(
